@@ -1,8 +1,8 @@
 """Triton kernels of the compressed KV cache, imported as ``diffkv_repro.kernels``.
 
-The bare name ``kernels`` belongs to Hugging Face's package, which transformers imports. Python puts
-the working directory on ``sys.path``, so in the repository root that name would find this folder:
-the guard below then hands the name to whoever owns it, and fails as usual where nobody does.
+The bare name ``kernels`` belongs to Hugging Face's package, which transformers looks for. Python puts the
+working directory on ``sys.path``, so in the repository root that name would find this folder. The guard
+below hands the name to its owner, and where nobody owns it behaves as if it were not installed.
 """
 
 if __name__ == "kernels":
@@ -14,7 +14,16 @@ if __name__ == "kernels":
     _root = Path(__file__).resolve().parent.parent
     _elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != _root]
     _spec = importlib.machinery.PathFinder.find_spec(__name__, _elsewhere)
-    if _spec is None or _spec.loader is None:
-        raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
-    sys.modules[__name__] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[__name__])
+    if _spec is not None and _spec.loader is not None:
+        sys.modules[__name__] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[__name__])
+    else:
+        # None in sys.modules is Python's own mark for "not to be had": find_spec then answers None.
+        sys.modules[__name__] = None  # type: ignore[assignment]
+        _caller = sys._getframe(1)
+        while _caller is not None and "importlib._bootstrap" in _caller.f_code.co_filename:
+            _caller = _caller.f_back
+        # transformers finds the folder with find_spec, then calls import_module unprotected to ask for a
+        # version: it may not see an exception there. An import statement must.
+        if _caller is None or _caller.f_globals.get("__name__") != "importlib":
+            raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
