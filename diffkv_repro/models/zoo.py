@@ -1,6 +1,8 @@
 """``load_model``: a bundled name, a folder, a GGUF file or a Hugging Face hub id, ready to measure."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from diffkv_repro.models.hf import AttentionLayout, attention_layout
 from diffkv_repro.models.weights import PACKAGED, ModelError, gguf_folder, manifest_of, packaged_folder
@@ -57,9 +60,10 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
     config = _config(name, source)
     _require_causal(name, config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
@@ -134,7 +138,17 @@ def _fingerprint(source: str, config: PreTrainedConfig) -> str:
     return f"sampled-sha256:{digest.hexdigest()[:16]}"
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for a load that takes a second; the user's own choice is put back."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-

@@ -1,5 +1,6 @@
 """Every figure and table of both papers as checked claims: the schema of ``claims.yaml`` and its loader."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ class Expectation:
     """A comparison a measured value must pass.
 
     ``==`` and the ordering comparators take one number, ``between`` takes ``[low, high]`` (both included),
-    ``increasing`` and ``decreasing`` take no expected value and judge a list. ``tolerance`` is absolute, in
-    the unit of the metric, and always widens what passes.
+    ``increasing`` and ``decreasing`` take no expected value and judge a list, strictly unless there is a
+    tolerance. ``tolerance`` is absolute, in the unit of the metric, and always widens what passes.
     """
 
     compare: Comparator
@@ -51,9 +52,7 @@ class Expectation:
     def _well_formed(self) -> bool:
         if self.compare == "between":
             pair = self.expected
-            return (
-                isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) and pair[0] <= pair[1]
-            )
+            return isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) and pair[0] <= pair[1]
         if self.compare in ("increasing", "decreasing"):
             return self.expected is None
         return _is_number(self.expected)
@@ -65,9 +64,8 @@ class Expectation:
             if not isinstance(measured, list) or len(measured) < 2 or not all(map(_is_number, measured)):
                 return False
             sign = 1 if self.compare == "increasing" else -1
-            return all(
-                sign * (after - before) >= -slack for before, after in zip(measured, measured[1:], strict=False)
-            )
+            steps = [sign * (after - before) for before, after in itertools.pairwise(measured)]
+            return all(step >= -slack if slack else step > 0 for step in steps)
         if not _is_number(measured):
             return False
         if self.compare == "between":
@@ -167,7 +165,7 @@ def load_claims(path: Path) -> dict[str, Figure]:
     notebook, an ill-formed expectation, or a file that is not YAML.
     """
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ClaimError(f"{path.name}: {error}") from error
     if not isinstance(document, dict) or set(document) != {"figures"} or not isinstance(document["figures"], dict):
@@ -190,9 +188,7 @@ def _figure(name: str, entry: Any) -> Figure:
     if not isinstance(claims, list) or not claims:
         raise ClaimError(f"figure {name}: claims must be a list with at least one entry")
     common = {"figure": name, "paper": values["paper"], "notebook": values["notebook"]}
-    return _build(
-        Figure, f"figure {name}", id=name, claims=tuple(_claim(c, common) for c in claims), **values
-    )
+    return _build(Figure, f"figure {name}", id=name, claims=tuple(_claim(c, common) for c in claims), **values)
 
 
 def _claim(entry: Any, common: dict[str, str]) -> Claim:
@@ -225,7 +221,7 @@ def _expectation(label: str, values: dict[str, Any], *, required: bool) -> Expec
     return _build(Expectation, label, **given)
 
 
-def _build(kind: type, label: str, **values: Any) -> Any:
+def _build(kind: type, label: str, /, **values: Any) -> Any:
     try:
         return kind(**values)
     except TypeError as error:

@@ -32,9 +32,7 @@ def naive(model, input_ids, mask):
     model.set_attn_implementation("eager")
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.inference_mode():
-        out = model.base_model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, output_attentions=True
-        )
+        out = model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions, output_attentions=True)
     scores = torch.stack(out.attentions, dim=1).double()  # sequence, layer, head, query, key
     scores = scores * mask[:, None, None, :, None]
     return scores.tril(-1).sum(dim=3).numpy(), scores.numpy(), out.last_hidden_state.numpy()
@@ -44,25 +42,28 @@ def naive(model, input_ids, mask):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_the_models_own_scores(name, padded, block):
-    # In float64, so that a mismatch is a mistake and not two float32 products rounding apart (the softmax of
-    # the eager path stays float32 all the same).
-    model = MODELS[name]().double()
+    model = MODELS[name]()
+    # In float64 a mismatch is a mistake, not two float32 products rounding apart. Under padding the eager path
+    # turns float64 into NaN (its lowest float64 overflows the float32 softmax), so there float32 has to do.
+    precise = not padded
+    model = model.double() if precise else model
+    atol = 1e-12 if precise else 1e-6
     tokens = 37
     input_ids = ids_of(tokens, sequences=2)
     mask = left_padded(tokens, [tokens, 21] if padded else [tokens, tokens])
     stats = collect(model, input_ids, attention_mask=mask, block=block, rows=(20, -1))
     received, scores, _ = naive(model, input_ids, mask)
     valid = np.broadcast_to(mask.bool().numpy()[:, None, None, :], received.shape)
-    np.testing.assert_allclose(stats.received.values[valid], received[valid], rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(stats.received.values[valid], received[valid], rtol=1e-5, atol=atol)
     assert np.isnan(stats.received.values[~valid]).all()
     for index, row in enumerate((20, tokens - 1)):
         shown = stats.rows.values[:, :, :, index]
-        np.testing.assert_allclose(shown[valid], scores[:, :, :, row][valid], rtol=1e-5, atol=1e-12)
+        np.testing.assert_allclose(shown[valid], scores[:, :, :, row][valid], rtol=1e-5, atol=atol)
     later = mask.flip(1).cumsum(1).flip(1).numpy() - 1
     average = stats.average.values
     expected = received / np.where(later > 0, later, 1)[:, None, None, :]
     counted = valid & (later > 0)[:, None, None, :]
-    np.testing.assert_allclose(average[counted], expected[counted], rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(average[counted], expected[counted], rtol=1e-5, atol=atol)
     assert np.isnan(average[:, :, :, -1]).all(), "the last token has no later query"
 
 

@@ -1,0 +1,100 @@
+"""What collecting statistics costs, against a plain prefill: ``diffkv-repro bench stats``.
+
+As a module (``python -m diffkv_repro.attention_stats.bench MODEL TOKENS``) it prints the peak memory of one
+collection in a fresh process: within one process the allocator keeps what an earlier length used.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from diffkv_repro.attention_stats.collect import collect
+from diffkv_repro.core.timing import PairedTimes, peak_memory, time_pairs
+from diffkv_repro.models import LoadedModel, load_model
+from diffkv_repro.models.hf import decoder_of
+
+
+@dataclass(frozen=True)
+class TimeCost:
+    """Seconds of a collection and of a plain prefill of as many tokens, pair by pair."""
+
+    model: str
+    tokens: int
+    times: PairedTimes
+
+    def summary(self) -> str:
+        """One line for people."""
+        low, high = self.times.spread
+        return (
+            f"{self.model}, {self.tokens} tokens: statistics take {self.times.ratio:.2f} x a plain prefill "
+            f"(median of {len(self.times.call)}, {low:.2f} to {high:.2f})"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryCost:
+    """Peak bytes above the loaded model at two lengths, each in a fresh process."""
+
+    model: str
+    lengths: tuple[int, int]
+    peaks: tuple[int, int]
+
+    @property
+    def growth_over_linear(self) -> float:
+        """Peak at the longer length over the peak at the shorter one scaled by the lengths; 1 is linear."""
+        (short, long), (low, high) = self.lengths, self.peaks
+        return high / (low * long / short)
+
+    def summary(self) -> str:
+        """One line for people."""
+        (short, long), (low, high) = self.lengths, self.peaks
+        return (
+            f"{self.model}: peak memory {low / 2**20:.0f} MiB at {short} tokens, {high / 2**20:.0f} MiB at {long}: "
+            f"{self.growth_over_linear:.2f} x the linear prediction"
+        )
+
+
+def bench_time(name: str, *, tokens: int, repeats: int) -> TimeCost:
+    """Time collections against plain prefills of random tokens, in turn, after one uncounted pair."""
+    loaded = load_model(name)
+    ids = _random_ids(loaded, tokens)
+
+    def plain() -> None:
+        with torch.inference_mode():
+            decoder_of(loaded.model)(input_ids=ids, use_cache=False)
+
+    return TimeCost(name, tokens, time_pairs(lambda: collect(loaded.model, ids), plain, repeats))
+
+
+def bench_memory(name: str, *, short: int, long: int) -> MemoryCost:
+    """Peak memory of a collection at two lengths."""
+    return MemoryCost(name, (short, long), (_peak_in_child(name, short), _peak_in_child(name, long)))
+
+
+def _peak_in_child(name: str, tokens: int) -> int:
+    command = [sys.executable, "-m", "diffkv_repro.attention_stats.bench", name, str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"measuring the memory of {tokens} tokens failed: {done.stderr.strip()[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["growth"]
+
+
+def _random_ids(loaded: LoadedModel, tokens: int) -> torch.Tensor:
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(loaded.device)
+
+
+def _child(name: str, tokens: int) -> None:
+    loaded = load_model(name)
+    collect(loaded.model, _random_ids(loaded, 16))  # what the libraries set up on first use is not the method's
+    with peak_memory() as seen:
+        collect(loaded.model, _random_ids(loaded, tokens))
+    sys.stdout.write(json.dumps({"growth": seen.growth}) + "\n")
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], int(sys.argv[2]))

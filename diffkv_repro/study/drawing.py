@@ -1,0 +1,79 @@
+"""One look for every figure, and its files: HTML with one shared plotly.js, and PNG where a browser is found."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from diffkv_repro.core.files import atomic_path, write_text
+
+log = logging.getLogger(__name__)
+
+# Okabe and Ito's palette: told apart with any colour vision, and in grey.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+PAPER_COLOUR = "#767676"
+SIZE = (960, 540)
+_SCRIPT = "plotly.min.js"
+
+TEMPLATE = go.layout.Template(
+    layout=go.Layout(
+        colorway=PALETTE,
+        font={"family": "Helvetica, Arial, sans-serif", "size": 14, "color": "#222222"},
+        title={"font": {"size": 18}, "x": 0.02, "xanchor": "left"},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        xaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6"},
+        yaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6"},
+        margin={"l": 76, "r": 24, "t": 84, "b": 96},
+        hoverlabel={"font": {"size": 13}},
+    )
+)
+
+
+def finish(figure: go.Figure, foot: str) -> go.Figure:
+    """Give ``figure`` the common look and a line at its foot that says where its numbers come from."""
+    figure.update_layout(template=TEMPLATE, width=SIZE[0], height=figure.layout.height or SIZE[1])
+    margin = figure.layout.margin.b or TEMPLATE.layout.margin.b
+    figure.update_layout(margin_b=margin)
+    figure.add_annotation(
+        text=foot, xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="bottom",
+        yshift=-margin + 4, showarrow=False, font={"size": 11, "color": "#666666"}, align="left",
+    )  # fmt: skip
+    return figure
+
+
+def as_data(figure: go.Figure) -> dict[str, Any]:
+    """The figure as plain JSON data, without the template that every figure shares."""
+    document = json.loads(figure.to_json(engine="json"))
+    document["layout"].pop("template", None)
+    return document
+
+
+def write_html(folder: Path, name: str, figure: go.Figure) -> Path:
+    """``name``.html in ``folder``, beside the one copy of plotly.js that all figures there share."""
+    script = Path(folder) / _SCRIPT
+    source = get_plotlyjs()
+    if not script.is_file() or script.stat().st_size != len(source.encode()):
+        write_text(script, source)
+    page = figure.to_html(include_plotlyjs="directory", full_html=True, div_id=name, config={"displaylogo": False})
+    return write_text(Path(folder) / f"{name}.html", page)
+
+
+def write_png(folder: Path, name: str, figure: go.Figure) -> Path | None:
+    """``name``.png in ``folder``; None, with a word in the log, where no browser can draw it.
+
+    A picture of an earlier run is removed then: it would not show this run's numbers.
+    """
+    target = Path(folder) / f"{name}.png"
+    try:
+        image = figure.to_image(format="png", width=SIZE[0], height=figure.layout.height or SIZE[1], scale=2)
+    except Exception as error:  # kaleido raises its own, choreographer's and asyncio's kinds
+        target.unlink(missing_ok=True)
+        log.warning("no PNG of %s: no browser could draw it (%s)", name, type(error).__name__)
+        return None
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(image)
+    return target

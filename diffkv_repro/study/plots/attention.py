@@ -1,0 +1,142 @@
+"""DiffKV Figures 2 to 5: how unevenly attention falls on tokens, layers, heads and requests."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import xarray as xr
+from plotly.subplots import make_subplots
+
+from diffkv_repro.attention_stats import decades
+from diffkv_repro.study.drawing import PALETTE, PAPER_COLOUR
+
+_BINS_PER_DECADE = 8
+
+
+def scores_against_norms(scores: Mapping[int, np.ndarray], norms: Mapping[int, np.ndarray]) -> go.Figure:
+    """Figure 2: per layer, the distribution of mean scores and of value norms, each over its own median.
+
+    ``scores`` and ``norms`` map a layer to all its values. Dividing by the median puts both on one axis,
+    where width is the number of orders of magnitude that a quantity spans.
+    """
+    layers = list(scores)
+    figure = make_subplots(
+        rows=1, cols=len(layers), shared_xaxes=True, shared_yaxes=True, horizontal_spacing=0.03,
+        subplot_titles=[f"layer {layer}" for layer in layers],
+    )  # fmt: skip
+    series = (("mean attention score", scores, PALETTE[0]), ("L2 norm of the value vector", norms, PALETTE[1]))
+    for column, layer in enumerate(layers, start=1):
+        for row, (name, values, colour) in enumerate(series):
+            x, y = _log_histogram(values[layer])
+            figure.add_scatter(
+                x=x, y=y, name=name, legendgroup=name, showlegend=column == 1, mode="lines", fill="tozeroy",
+                line={"color": colour, "shape": "hvh", "width": 1.5}, row=1, col=column,
+                hovertemplate="%{x:.2g} x median: %{y:.2%} of tokens<extra>" + name + "</extra>",
+            )  # fmt: skip
+            figure.add_annotation(
+                text=f"{decades(values[layer]):.1f} decades", font={"color": colour}, showarrow=False,
+                xref="x domain", yref="y domain", x=0.03, y=0.99 - 0.07 * row, xanchor="left", row=1, col=column,
+            )  # fmt: skip
+    figure.update_xaxes(type="log", dtick=2, exponentformat="power", title_text="value / median")
+    figure.update_yaxes(type="log", exponentformat="power")
+    figure.update_yaxes(title_text="fraction of tokens", col=1)
+    figure.update_layout(
+        title="Attention scores differ by orders of magnitude more than value norms",
+        legend={"orientation": "h", "y": 1.14, "x": 1, "xanchor": "right"},
+        margin_t=120,
+    )
+    return figure
+
+
+def _log_histogram(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bin centres (over the median) and fractions; empty bins are NaN, which a log axis leaves out."""
+    flat = values[np.isfinite(values) & (values > 0)]
+    logs = np.log10(flat / np.median(flat))
+    low, high = np.floor(logs.min()), np.ceil(logs.max())
+    counts, edges = np.histogram(logs, bins=int((high - low) * _BINS_PER_DECADE) or 1, range=(low, high))
+    fractions = np.where(counts > 0, counts / counts.sum(), np.nan)
+    return 10 ** ((edges[:-1] + edges[1:]) / 2), fractions
+
+
+def scores_along_sequence(
+    significance: xr.DataArray, uniform: xr.DataArray, words: Sequence[str], layer: int
+) -> go.Figure:
+    """Figure 3: mean score of every token of one sequence, one trace a KV head.
+
+    ``significance`` (kv_head, token); ``uniform`` (token) is what evenly spread attention would give.
+    """
+    figure = go.Figure()
+    positions = np.arange(significance.sizes["token"])
+    for head in range(significance.sizes["kv_head"]):
+        figure.add_scatter(
+            x=positions, y=significance.isel(kv_head=head).to_numpy(), mode="markers", name=f"KV head {head}",
+            marker={"size": 4, "color": PALETTE[head % len(PALETTE)], "opacity": 0.7}, text=list(words),
+            hovertemplate="position %{x}, %{text}<br>mean score %{y:.2e}<extra>KV head " + str(head) + "</extra>",
+        )  # fmt: skip
+    figure.add_scatter(
+        x=positions, y=uniform.to_numpy(), mode="lines", name="evenly spread attention",
+        line={"color": PAPER_COLOUR, "dash": "dash", "width": 2}, hoverinfo="skip",
+    )  # fmt: skip
+    figure.update_xaxes(title_text="position of the token in the sequence")
+    figure.update_yaxes(title_text="mean score from later queries", type="log", exponentformat="power")
+    figure.update_layout(
+        title=f"A few tokens get most of the attention (layer {layer}, one sequence)",
+        legend={"orientation": "h", "y": 1.1, "x": 1, "xanchor": "right"},
+        margin_t=110,
+    )
+    return figure
+
+
+def critical_by_layer(by_sum: pd.DataFrame, by_average: pd.DataFrame, uniform: int, percent: float) -> go.Figure:
+    """Figure 4: mean number of critical tokens per layer, bars are the standard deviation over requests.
+
+    Both tables have columns ``layer``, ``mean``, ``std``; ``uniform`` is the number under even attention.
+    """
+    figure = go.Figure()
+    series = (("scores summed over queries", by_sum, 0), ("scores averaged over queries", by_average, 1))
+    for name, table, colour in series:
+        figure.add_scatter(
+            x=table["layer"], y=table["mean"], name=name, mode="lines+markers",
+            error_y={"type": "data", "array": table["std"], "thickness": 1.2, "width": 3},
+            marker={"color": PALETTE[colour], "symbol": ("circle", "diamond")[colour], "size": 7},
+            line={"color": PALETTE[colour], "width": 1},
+            hovertemplate="layer %{x}: %{y:.0f} ± %{error_y.array:.0f} tokens<extra>" + name + "</extra>",
+        )  # fmt: skip
+    figure.add_hline(
+        y=uniform, line={"color": PAPER_COLOUR, "dash": "dash"}, annotation_text="evenly spread attention",
+        annotation_position="bottom right", annotation_font_color=PAPER_COLOUR,
+    )  # fmt: skip
+    figure.update_xaxes(title_text="layer")
+    figure.update_yaxes(title_text=f"tokens that hold {percent:g} % of the score", rangemode="tozero")
+    figure.update_layout(
+        title="Layers need very different numbers of tokens",
+        legend={"orientation": "h", "y": 1.1, "x": 1, "xanchor": "right"},
+        margin_t=110,
+    )
+    return figure
+
+
+def critical_by_head(table: pd.DataFrame, layers: Sequence[int], percent: float) -> go.Figure:
+    """Figure 5: mean number of critical tokens per KV head of some layers, bars are the deviation over requests.
+
+    ``table`` has columns ``layer``, ``kv_head``, ``mean``, ``std``.
+    """
+    figure = make_subplots(
+        rows=1, cols=len(layers), shared_yaxes=True, horizontal_spacing=0.04,
+        subplot_titles=[f"layer {layer}" for layer in layers],
+    )  # fmt: skip
+    for column, layer in enumerate(layers, start=1):
+        own = table[table["layer"] == layer]
+        figure.add_bar(
+            y=own["kv_head"], x=own["mean"], orientation="h", showlegend=False, row=1, col=column,
+            error_x={"type": "data", "array": own["std"], "thickness": 1.5, "width": 5},
+            marker={"color": [PALETTE[head % len(PALETTE)] for head in own["kv_head"]]},
+            hovertemplate="KV head %{y}: %{x:.0f} ± %{error_x.array:.0f} tokens<extra></extra>",
+        )  # fmt: skip
+    top = float((table["mean"] + table["std"].fillna(0)).loc[table["layer"].isin(layers)].max()) * 1.05
+    figure.update_xaxes(range=[0, top])
+    figure.update_xaxes(title_text=f"tokens that hold {percent:g} % of the score", col=(len(layers) + 1) // 2)
+    figure.update_yaxes(title_text="KV head", dtick=1, col=1)
+    figure.update_layout(title="So do the KV heads of one layer, and the requests of one head")
+    return figure

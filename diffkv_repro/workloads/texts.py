@@ -1,0 +1,120 @@
+"""``load_texts``: real prose and code with no download, any folder of text files, any data set of the hub."""
+
+import ast
+import hashlib
+import importlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl"}
+_MIN_CHARACTERS = 200
+_WIKITEXT = "hub:Salesforce/wikitext:wikitext-103-raw-v1:test:text"
+
+
+class TextError(ValueError):
+    """A source of texts that does not exist, cannot be reached or is empty; the message says which."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with the name of where it came from."""
+
+    name: str
+    text: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the text, whatever it is called."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def load_texts(source: str) -> list[Document]:
+    """All documents of a source, in a fixed order.
+
+    ``prose``: the reference manual that ships with the interpreter, and its standard library's long module
+    and class docstrings. ``code``: the sources of that library. ``wikitext``, or
+    ``hub:<data set>[:<config>]:<split>:<column>``: through ``datasets``. Anything else: a text file, or a
+    folder of them (searched recursively). Raises TextError naming the source and what is allowed.
+    """
+    if source == "prose":
+        documents = _prose()
+    elif source == "code":
+        documents = _code()
+    elif source == "wikitext":
+        documents = _articles(_hub(_WIKITEXT))
+    elif source.startswith("hub:"):
+        documents = _hub(source)
+    else:
+        documents = _files(source)
+    if not documents:
+        raise TextError(f"text source {source!r} holds no text")
+    return documents
+
+
+def _prose() -> list[Document]:
+    topics = importlib.import_module("pydoc_data.topics").topics
+    manual = [Document(f"topic {name}", text) for name, text in sorted(topics.items())]
+    docstrings = []
+    for path in _library_files():
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        nodes = [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+        text = "\n\n".join(found for node in nodes if (found := ast.get_docstring(node)))
+        docstrings.append(Document(f"docstrings of {path.name}", text))
+    return [document for document in manual + docstrings if len(document.text) >= _MIN_CHARACTERS]
+
+
+def _code() -> list[Document]:
+    documents = [Document(path.name, path.read_text(encoding="utf-8", errors="replace")) for path in _library_files()]
+    return [document for document in documents if len(document.text) >= _MIN_CHARACTERS]
+
+
+def _library_files() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
+
+
+def _files(source: str) -> list[Document]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        found, root = [path], path.parent
+    elif path.is_dir():
+        found, root = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file()), path
+    else:
+        raise TextError(
+            f"unknown text source {source!r}; allowed are prose, code, wikitext, "
+            "hub:<data set>[:<config>]:<split>:<column>, or a file or folder that exists"
+        )
+    texts = ((p, p.read_text(encoding="utf-8", errors="replace")) for p in found)
+    return [Document(str(p.relative_to(root)), text) for p, text in texts if text.strip()]
+
+
+def _hub(source: str) -> list[Document]:
+    parts = source.split(":")[1:]
+    if len(parts) not in (3, 4) or not all(parts):
+        raise TextError(f"text source {source!r} is not of the form hub:<data set>[:<config>]:<split>:<column>")
+    name, *config, split, column = parts
+    from datasets import load_dataset  # slow to import, and only needed here
+
+    try:
+        rows = load_dataset(name, *config, split=split)
+    except Exception as error:  # datasets passes on whatever the network, the hub or a parser raises
+        raise TextError(f"text source {source!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if column not in rows.column_names:
+        raise TextError(f"{name} has no column {column!r}, only {', '.join(rows.column_names)}")
+    texts = ((index, str(text)) for index, text in enumerate(rows[column]))
+    return [Document(f"{name}[{split}][{index}]", text) for index, text in texts if text.strip()]
+
+
+def _articles(lines: list[Document]) -> list[Document]:
+    """WikiText comes line by line; an article begins at a heading of the first level: `` = Title = ``."""
+    articles: list[list[str]] = []
+    for line in lines:
+        text = line.text.strip()
+        if (text.startswith("= ") and not text.startswith("= = ")) or not articles:
+            articles.append([])
+        articles[-1].append(line.text)
+    return [Document(f"wikitext article {index}", "".join(parts)) for index, parts in enumerate(articles)]
