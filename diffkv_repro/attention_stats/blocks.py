@@ -4,6 +4,7 @@ A block of ``b`` queries meets only the keys it may see, so the largest tensor i
 [batch * kv_heads, group * b, keys]: linear in the sequence length for a fixed ``b``.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +49,18 @@ def blocked_attention(
     received = torch.zeros(batch, kv_heads, group, tokens, dtype=torch.float64, device=call.query.device)
     shown = torch.zeros(batch, kv_heads, group, len(rows), tokens, dtype=exact, device=call.query.device)
 
+    # One buffer for the scores of every block: blocks grow along the text, and a new allocation for each would
+    # leave the heap in fragments that outweigh everything else.
+    buffer = torch.empty(batch * heads * min(block, tokens) * tokens, dtype=exact, device=call.query.device)
+
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
         first = 0 if call.window is None else max(0, start - call.window + 1)
         flat = queries[:, :, :, start:stop].reshape(batch * kv_heads, group * (stop - start), dim)
-        scores = torch.bmm(flat, keys_t[:, :, first:stop])
+        shape = (batch * kv_heads, group * (stop - start), stop - first)
+        scores = torch.bmm(flat, keys_t[:, :, first:stop], out=buffer[: math.prod(shape)].view(shape))
         if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
+            scores.div_(call.softcap).tanh_().mul_(call.softcap)
         grouped = scores.view(batch, kv_heads, group, stop - start, stop - first)
         _mask(grouped, start, first, call.window, valid)
         torch.softmax(scores, dim=-1, out=scores)

@@ -71,7 +71,11 @@ class PeakMemory:
 
 @contextmanager
 def peak_memory() -> Iterator[PeakMemory]:
-    """Watch memory during the block: CUDA's allocator where there is one, else the resident set, sampled."""
+    """Watch memory during the block: CUDA's allocator where there is one, else the resident set, sampled.
+
+    Pages of mapped files do not count: how many of a model's weights have been touched yet is no cost of the
+    block's own.
+    """
     import torch
 
     seen = PeakMemory()
@@ -82,12 +86,12 @@ def peak_memory() -> Iterator[PeakMemory]:
         torch.cuda.synchronize()
         seen.peak = torch.cuda.max_memory_allocated()
         return
-    process, done = psutil.Process(), threading.Event()
-    seen.before = seen.peak = process.memory_info().rss
+    done = threading.Event()
+    seen.before = seen.peak = _anonymous_bytes()
 
     def sample() -> None:
         while not done.wait(_SAMPLE_SECONDS):
-            seen.peak = max(seen.peak, process.memory_info().rss)
+            seen.peak = max(seen.peak, _anonymous_bytes())
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
@@ -96,4 +100,9 @@ def peak_memory() -> Iterator[PeakMemory]:
     finally:
         done.set()
         sampler.join()
-        seen.peak = max(seen.peak, process.memory_info().rss)
+        seen.peak = max(seen.peak, _anonymous_bytes())
+
+
+def _anonymous_bytes() -> int:
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)

@@ -8,13 +8,21 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from diffkv_repro.core.files import atomic_path, write_text
+from diffkv_repro.core.files import write_text
 
 log = logging.getLogger(__name__)
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PAPER_COLOUR = "#767676"
+# Right-aligned between the title and the plot, for a figure with a top margin of 92 or more.
+LEGEND_ABOVE = {
+    "orientation": "h",
+    "x": 1,
+    "xanchor": "right",
+    "y": 1.08,
+    "yanchor": "bottom",
+}
 SIZE = (960, 540)
 _SCRIPT = "plotly.min.js"
 
@@ -22,11 +30,11 @@ TEMPLATE = go.layout.Template(
     layout=go.Layout(
         colorway=PALETTE,
         font={"family": "Helvetica, Arial, sans-serif", "size": 14, "color": "#222222"},
-        title={"font": {"size": 18}, "x": 0.02, "xanchor": "left"},
+        title={"font": {"size": 18}, "x": 0.02, "xanchor": "left", "y": 0.97, "yanchor": "top"},
         paper_bgcolor="white",
         plot_bgcolor="white",
-        xaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6"},
-        yaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6"},
+        xaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6", "zeroline": False},
+        yaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6", "zeroline": False},
         margin={"l": 76, "r": 24, "t": 84, "b": 96},
         hoverlabel={"font": {"size": 13}},
     )
@@ -52,28 +60,24 @@ def as_data(figure: go.Figure) -> dict[str, Any]:
     return document
 
 
-def write_html(folder: Path, name: str, figure: go.Figure) -> Path:
-    """``name``.html in ``folder``, beside the one copy of plotly.js that all figures there share."""
+def ensure_script(folder: Path) -> None:
+    """Put the one copy of plotly.js that all figures of ``folder`` share there, if it is not there yet."""
     script = Path(folder) / _SCRIPT
     source = get_plotlyjs()
     if not script.is_file() or script.stat().st_size != len(source.encode()):
         write_text(script, source)
+
+
+def html_page(name: str, figure: go.Figure) -> bytes:
+    """The figure as a page of its own that reads plotly.js from its folder."""
     page = figure.to_html(include_plotlyjs="directory", full_html=True, div_id=name, config={"displaylogo": False})
-    return write_text(Path(folder) / f"{name}.html", page)
+    return page.encode()
 
 
-def write_png(folder: Path, name: str, figure: go.Figure) -> Path | None:
-    """``name``.png in ``folder``; None, with a word in the log, where no browser can draw it.
-
-    A picture of an earlier run is removed then: it would not show this run's numbers.
-    """
-    target = Path(folder) / f"{name}.png"
+def png_image(name: str, figure: go.Figure) -> bytes | None:
+    """The figure as a picture; None, with a word in the log, where no browser can draw it."""
     try:
-        image = figure.to_image(format="png", width=SIZE[0], height=figure.layout.height or SIZE[1], scale=2)
+        return figure.to_image(format="png", width=SIZE[0], height=figure.layout.height or SIZE[1], scale=2)
     except Exception as error:  # kaleido raises its own, choreographer's and asyncio's kinds
-        target.unlink(missing_ok=True)
         log.warning("no PNG of %s: no browser could draw it (%s)", name, type(error).__name__)
         return None
-    with atomic_path(target) as temporary:
-        temporary.write_bytes(image)
-    return target

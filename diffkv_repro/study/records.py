@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffkv_repro.core.files import write_text
-
 FORMAT = 1
 
 
@@ -55,8 +53,8 @@ def record_path(folder: Path, figure: str) -> Path:
     return Path(folder) / f"{figure}.json"
 
 
-def write_record(folder: Path, record: Record) -> Path:
-    """Write ``record`` atomically."""
+def record_text(record: Record) -> str:
+    """``record`` as the JSON text of its file."""
     document = {
         "format": FORMAT,
         "figure": record.figure,
@@ -64,8 +62,7 @@ def write_record(folder: Path, record: Record) -> Path:
         "measurements": {name: vars(measured) for name, measured in record.measurements.items()},
         "plot": record.plot,
     }
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    return write_text(record_path(folder, record.figure), text + "\n")
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_record(folder: Path, figure: str) -> Record | None:

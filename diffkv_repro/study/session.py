@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from diffkv_repro.core.files import atomic_path
 from diffkv_repro.core.paths import project_root
 from diffkv_repro.core.provenance import capture
 from diffkv_repro.study import drawing
 from diffkv_repro.study.claims import Figure, load_claims
-from diffkv_repro.study.records import Measurement, Record, write_record
+from diffkv_repro.study.records import Measurement, Record, record_text
 from diffkv_repro.study.verdicts import expected_text, judge_all, number_text, tally
 
 
@@ -23,7 +25,8 @@ class ClaimFailed(AssertionError):
 class Study:
     """One notebook's run: where its figures go, what its numbers depend on, which claims it answers.
 
-    ``output`` is relative to the project's root unless absolute. ``config`` is stored with every number.
+    ``output`` is relative to the project's root unless absolute. ``config`` is stored with every number; a
+    notebook adds to it what it learns on the way (fingerprints of weights and texts).
     """
 
     def __init__(self, notebook: str, *, profile: str, output: str, seed: int, **config: Any) -> None:
@@ -61,14 +64,23 @@ class Study:
         if unused:
             raise ValueError(f"no claim of {figure} asks for {', '.join(unused)}")
         provenance = capture(root=self.root, seed=self.seed, profile=self.profile, config=self.config)
+        contents: dict[str, bytes] = {}
         data: dict[str, Any] = {}
         if plot is not None:
             foot = "<br>".join(filter(None, (basis, provenance.summary())))
             data = drawing.as_data(drawing.finish(plot, foot))
-        write_record(self.folder, Record(figure, provenance.as_dict(), dict(measured), data))
-        if plot is not None:
-            drawing.write_html(self.folder, figure, plot)
-            drawing.write_png(self.folder, figure, plot)
+            drawing.ensure_script(self.folder)
+            contents[".html"] = drawing.html_page(figure, plot)
+            picture = drawing.png_image(figure, plot)
+            if picture is None:
+                # One of an earlier run would not show this run's numbers.
+                (self.folder / f"{figure}.png").unlink(missing_ok=True)
+            else:
+                contents[".png"] = picture
+        contents[".json"] = record_text(Record(figure, provenance.as_dict(), dict(measured), data)).encode()
+        with ExitStack() as files:  # all of them, or none
+            for ending, content in contents.items():
+                files.enter_context(atomic_path(self.folder / f"{figure}{ending}")).write_bytes(content)
         return plot
 
     def check(self) -> pd.DataFrame:

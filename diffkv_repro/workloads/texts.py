@@ -1,7 +1,6 @@
 """``load_texts``: real prose and code with no download, any folder of text files, any data set of the hub."""
 
 import ast
-import hashlib
 import importlib
 import sysconfig
 from dataclasses import dataclass
@@ -22,11 +21,6 @@ class Document:
 
     name: str
     text: str
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the text, whatever it is called."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def load_texts(source: str) -> list[Document]:

@@ -1,5 +1,6 @@
 """Sequences of exactly N tokens, drawn from documents by seed."""
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ class Window:
     """``input_ids`` [1, tokens] from one document, beginning ``start`` tokens into it."""
 
     document: str
-    fingerprint: str
     start: int
     input_ids: Tensor
 
@@ -64,10 +64,15 @@ def windows(documents: Sequence[Document], tokenizer, *, count: int, tokens: int
     return chosen
 
 
+def digest(chosen: Sequence[Window]) -> str:
+    """Identity of the tokens of some windows, for the provenance of what was measured on them."""
+    ids = b"".join(window.input_ids.numpy().tobytes() for window in chosen)
+    return hashlib.sha256(ids).hexdigest()[:16]
+
+
 def _window(document: Document, ids: list[int], start: int, body: int, prefix: list[int]) -> Window:
     return Window(
         document=document.name,
-        fingerprint=document.fingerprint,
         start=start,
         input_ids=torch.tensor([prefix + ids[start : start + body]]),
     )

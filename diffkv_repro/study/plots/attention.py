@@ -9,7 +9,7 @@ import xarray as xr
 from plotly.subplots import make_subplots
 
 from diffkv_repro.attention_stats import decades
-from diffkv_repro.study.drawing import PALETTE, PAPER_COLOUR
+from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
 
 _BINS_PER_DECADE = 8
 
@@ -22,41 +22,68 @@ def scores_against_norms(scores: Mapping[int, np.ndarray], norms: Mapping[int, n
     """
     layers = list(scores)
     figure = make_subplots(
-        rows=1, cols=len(layers), shared_xaxes=True, shared_yaxes=True, horizontal_spacing=0.03,
+        rows=1,
+        cols=len(layers),
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
         subplot_titles=[f"layer {layer}" for layer in layers],
-    )  # fmt: skip
+    )
     series = (("mean attention score", scores, PALETTE[0]), ("L2 norm of the value vector", norms, PALETTE[1]))
+    edges: list[float] = []
     for column, layer in enumerate(layers, start=1):
         for row, (name, values, colour) in enumerate(series):
             x, y = _log_histogram(values[layer])
-            figure.add_scatter(
-                x=x, y=y, name=name, legendgroup=name, showlegend=column == 1, mode="lines", fill="tozeroy",
-                line={"color": colour, "shape": "hvh", "width": 1.5}, row=1, col=column,
-                hovertemplate="%{x:.2g} x median: %{y:.2%} of tokens<extra>" + name + "</extra>",
-            )  # fmt: skip
+            edges += [x.min(), x.max()]
+            figure.add_bar(
+                x=x,
+                y=y,
+                width=1 / _BINS_PER_DECADE,
+                name=name,
+                legendgroup=name,
+                showlegend=column == 1,
+                marker={"color": colour, "opacity": 0.6, "line": {"width": 0}},
+                customdata=10**x,
+                hovertemplate="%{customdata:.2g} x median: %{y:.2%} of tokens<extra>" + name + "</extra>",
+                row=1,
+                col=column,
+            )
             figure.add_annotation(
-                text=f"{decades(values[layer]):.1f} decades", font={"color": colour}, showarrow=False,
-                xref="x domain", yref="y domain", x=0.03, y=0.99 - 0.07 * row, xanchor="left", row=1, col=column,
-            )  # fmt: skip
-    figure.update_xaxes(type="log", dtick=2, exponentformat="power", title_text="value / median")
-    figure.update_yaxes(type="log", exponentformat="power")
+                text=f"{decades(values[layer]):.1f} decades",
+                font={"color": colour},
+                showarrow=False,
+                xref="x domain",
+                yref="y domain",
+                x=0.03,
+                y=0.99 - 0.07 * row,
+                xanchor="left",
+                row=1,
+                col=column,
+            )
+    # Bars have no width on a logarithmic axis, so the axis is linear in the logarithm and labelled in powers.
+    powers = np.arange(np.floor(min(edges)), np.ceil(max(edges)) + 1)
+    labels = [f"10<sup>{power:.0f}</sup>" if power % 2 == 0 else "" for power in powers]
+    figure.update_xaxes(
+        tickvals=powers, ticktext=labels, range=[powers[0], powers[-1]], title_text="value / median of its layer"
+    )
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(title_text="fraction of tokens", col=1)
     figure.update_layout(
         title="Attention scores differ by orders of magnitude more than value norms",
-        legend={"orientation": "h", "y": 1.14, "x": 1, "xanchor": "right"},
-        margin_t=120,
+        barmode="overlay",
+        legend=LEGEND_ABOVE,
+        margin_t=112,
     )
     return figure
 
 
 def _log_histogram(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bin centres (over the median) and fractions; empty bins are NaN, which a log axis leaves out."""
+    """Middles of the bins that hold something, as log10 of the value over its median, and their fractions."""
     flat = values[np.isfinite(values) & (values > 0)]
     logs = np.log10(flat / np.median(flat))
     low, high = np.floor(logs.min()), np.ceil(logs.max())
-    counts, edges = np.histogram(logs, bins=int((high - low) * _BINS_PER_DECADE) or 1, range=(low, high))
-    fractions = np.where(counts > 0, counts / counts.sum(), np.nan)
-    return 10 ** ((edges[:-1] + edges[1:]) / 2), fractions
+    counts, edges = np.histogram(logs, bins=max(1, int((high - low) * _BINS_PER_DECADE)), range=(low, high))
+    filled = counts > 0
+    return ((edges[:-1] + edges[1:]) / 2)[filled], (counts / counts.sum())[filled]
 
 
 def scores_along_sequence(
@@ -71,7 +98,7 @@ def scores_along_sequence(
     for head in range(significance.sizes["kv_head"]):
         figure.add_scatter(
             x=positions, y=significance.isel(kv_head=head).to_numpy(), mode="markers", name=f"KV head {head}",
-            marker={"size": 4, "color": PALETTE[head % len(PALETTE)], "opacity": 0.7}, text=list(words),
+            marker={"size": 5, "color": PALETTE[head % len(PALETTE)], "opacity": 0.7}, text=list(words),
             hovertemplate="position %{x}, %{text}<br>mean score %{y:.2e}<extra>KV head " + str(head) + "</extra>",
         )  # fmt: skip
     figure.add_scatter(
@@ -79,11 +106,11 @@ def scores_along_sequence(
         line={"color": PAPER_COLOUR, "dash": "dash", "width": 2}, hoverinfo="skip",
     )  # fmt: skip
     figure.update_xaxes(title_text="position of the token in the sequence")
-    figure.update_yaxes(title_text="mean score from later queries", type="log", exponentformat="power")
+    figure.update_yaxes(title_text="mean score from later queries", type="log", dtick=1, exponentformat="power")
     figure.update_layout(
         title=f"A few tokens get most of the attention (layer {layer}, one sequence)",
-        legend={"orientation": "h", "y": 1.1, "x": 1, "xanchor": "right"},
-        margin_t=110,
+        legend=LEGEND_ABOVE,
+        margin_t=92,
     )
     return figure
 
@@ -103,16 +130,20 @@ def critical_by_layer(by_sum: pd.DataFrame, by_average: pd.DataFrame, uniform: i
             line={"color": PALETTE[colour], "width": 1},
             hovertemplate="layer %{x}: %{y:.0f} ± %{error_y.array:.0f} tokens<extra>" + name + "</extra>",
         )  # fmt: skip
-    figure.add_hline(
-        y=uniform, line={"color": PAPER_COLOUR, "dash": "dash"}, annotation_text="evenly spread attention",
-        annotation_position="bottom right", annotation_font_color=PAPER_COLOUR,
-    )  # fmt: skip
+    figure.add_scatter(
+        x=[by_sum["layer"].min(), by_sum["layer"].max()],
+        y=[uniform, uniform],
+        mode="lines",
+        name="evenly spread attention",
+        line={"color": PAPER_COLOUR, "dash": "dash", "width": 2},
+        hoverinfo="skip",
+    )
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text=f"tokens that hold {percent:g} % of the score", rangemode="tozero")
     figure.update_layout(
-        title="Layers need very different numbers of tokens",
-        legend={"orientation": "h", "y": 1.1, "x": 1, "xanchor": "right"},
-        margin_t=110,
+        title="Layers need different numbers of tokens",
+        legend=LEGEND_ABOVE,
+        margin_t=92,
     )
     return figure
 
@@ -131,12 +162,12 @@ def critical_by_head(table: pd.DataFrame, layers: Sequence[int], percent: float)
         figure.add_bar(
             y=own["kv_head"], x=own["mean"], orientation="h", showlegend=False, row=1, col=column,
             error_x={"type": "data", "array": own["std"], "thickness": 1.5, "width": 5},
-            marker={"color": [PALETTE[head % len(PALETTE)] for head in own["kv_head"]]},
+            marker={"color": PALETTE[0], "opacity": 0.75},
             hovertemplate="KV head %{y}: %{x:.0f} ± %{error_x.array:.0f} tokens<extra></extra>",
         )  # fmt: skip
     top = float((table["mean"] + table["std"].fillna(0)).loc[table["layer"].isin(layers)].max()) * 1.05
     figure.update_xaxes(range=[0, top])
     figure.update_xaxes(title_text=f"tokens that hold {percent:g} % of the score", col=(len(layers) + 1) // 2)
     figure.update_yaxes(title_text="KV head", dtick=1, col=1)
-    figure.update_layout(title="So do the KV heads of one layer, and the requests of one head")
+    figure.update_layout(margin_t=92, title="KV heads of one layer differ too, and so do requests")
     return figure

