@@ -1,7 +1,17 @@
 """Small random models of real architectures: the same code paths as the real ones, in milliseconds."""
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 COMMON = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -52,3 +62,16 @@ def build(config, seed=0, sharpness=6):
             with torch.no_grad():
                 parameter.mul_(sharpness) if parameter.ndim == 2 else parameter.normal_(0, sharpness / 6)
     return model
+
+
+def save_tokenizer(folder):
+    words = {f"w{index}": index for index in range(97)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,7 +66,7 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
                 source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
             )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
     layout = attention_layout(model)
     model = model.to(device).eval().requires_grad_(False)

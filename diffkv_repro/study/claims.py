@@ -192,7 +192,7 @@ def _figure(name: str, entry: Any) -> Figure:
 
 
 def _claim(entry: Any, common: dict[str, str]) -> Claim:
-    label = f"claim {entry.get('id', '?') if isinstance(entry, dict) else entry!r} of {common['figure']}"
+    label = f"claim {entry.get('id', '?') if isinstance(entry, dict) else entry} of {common['figure']}"
     allowed = {
         "id", "statement", "kind", "metric", "compare", "expected", "tolerance", "unit", "published",
         "any_size", "needs", "why", "corrected",

@@ -1,12 +1,12 @@
 """The numbered notebooks: which there are, what parameters they take, what each profile gives them."""
 
 import ast
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml
 
 PROFILES = ("smoke", "cpu", "gpu", "full")
@@ -56,14 +56,22 @@ def find_notebooks(root: Path, only: str | None = None) -> list[Notebook]:
     return [Notebook(path.stem, path, _defaults(path)) for path in chosen]
 
 
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    """The code cells of a notebook file, as plain data (nbformat would cost every command two seconds)."""
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return [cell for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotebookError(f"{path.name} is no notebook: {error!r}") from error
+
+
 def _defaults(path: Path) -> dict[str, Any]:
     """Names and literal values of the cell tagged ``parameters``."""
-    notebook = nbformat.read(path, as_version=4)
-    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    cells = [cell for cell in code_cells(path) if "parameters" in cell["metadata"].get("tags", [])]
     if len(cells) != 1:
         raise NotebookError(f"{path.name} has {len(cells)} cells tagged parameters; it must have one")
     found = {}
-    for statement in ast.parse(cells[0].source).body:
+    for statement in ast.parse("".join(cells[0]["source"])).body:
         # papermill overrides an annotated parameter only in appearance, so those are refused.
         if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
             raise NotebookError(f"{path.name}: the parameters cell may only hold lines like name = literal")

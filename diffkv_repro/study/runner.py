@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import nbformat
 import psutil
 
 from diffkv_repro.core.files import write_text
 from diffkv_repro.study.execute import Job, Outcome
-from diffkv_repro.study.notebooks import Notebook
+from diffkv_repro.study.notebooks import Notebook, NotebookError, code_cells
 
 _GRACE = 10.0
 _POLL = 0.5
@@ -109,7 +108,7 @@ class Run:
         executed = self.output / "executed" / f"{step.notebook.name}.ipynb"
         executed.parent.mkdir(exist_ok=True)
         executed.unlink(missing_ok=True)
-        cells = sum(cell.cell_type == "code" for cell in nbformat.read(step.notebook.path, as_version=4).cells) + 1
+        cells = len(code_cells(step.notebook.path)) + 1  # papermill adds one with the parameters
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
             job = Job(
@@ -203,8 +202,7 @@ def _end(child: subprocess.Popen) -> None:
 def _cells_done(executed: Path) -> int:
     """Cells that ended in the copy papermill is writing; 0 while it is being replaced."""
     try:
-        cells = json.loads(executed.read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError):
+        cells = code_cells(executed)
+    except (OSError, NotebookError):
         return 0
-    code = (cell for cell in cells if cell["cell_type"] == "code")
-    return sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in code)
+    return sum(cell["metadata"].get("papermill", {}).get("status") == "completed" for cell in cells)

@@ -72,15 +72,14 @@ class Study:
             drawing.ensure_script(self.folder)
             contents[".html"] = drawing.html_page(figure, plot)
             picture = drawing.png_image(figure, plot)
-            if picture is None:
-                # One of an earlier run would not show this run's numbers.
-                (self.folder / f"{figure}.png").unlink(missing_ok=True)
-            else:
+            if picture is not None:
                 contents[".png"] = picture
         contents[".json"] = record_text(Record(figure, provenance.as_dict(), dict(measured), data)).encode()
         with ExitStack() as files:  # all of them, or none
             for ending, content in contents.items():
                 files.enter_context(atomic_path(self.folder / f"{figure}{ending}")).write_bytes(content)
+        if ".png" not in contents:  # one of an earlier run would not show this run's numbers
+            (self.folder / f"{figure}.png").unlink(missing_ok=True)
         return plot
 
     def check(self) -> pd.DataFrame:

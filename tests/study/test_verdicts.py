@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from diffkv_repro.study.claims import Claim, Correction, Expectation
+from diffkv_repro.study.records import Measurement, Record, RecordError, read_record, record_path, record_text
+from diffkv_repro.study.verdicts import checked, expected_text, judge, number_text, tally
+
+
+def claim(expectation=None, **fields):
+    kind = "trend" if expectation else "reported"
+    values = {"kind": kind, "why": "" if expectation else "too far", "metric": "m", "statement": "s"} | fields
+    return Claim(
+        id="diffkv-fig99-a", figure="diffkv-fig99", paper="DiffKV", notebook="99_x", expectation=expectation, **values
+    )
+
+
+def record(value, profile="cpu", metric="m"):
+    return Record("diffkv-fig99", {"profile": profile}, {metric: Measurement(value, note="warm")})
+
+
+AT_LEAST_5 = Expectation(">=", 5)
+CORRECTED = Correction("It is about 3.", "Because.", Expectation("==", 3, 0.5))
+
+
+def test_pass_fail_and_refuted():
+    assert judge(claim(AT_LEAST_5), record(6.0)).verdict == "pass"
+    failed = judge(claim(AT_LEAST_5, unit="x"), record(3.25))
+    assert (failed.verdict, failed.reason) == ("fail", "measured 3.25, expected >= 5 x")
+    refuted = judge(claim(AT_LEAST_5, correction=CORRECTED), record(3.25))
+    assert (refuted.verdict, refuted.reason) == ("refuted", "It is about 3. Because.")
+    assert judge(claim(AT_LEAST_5, correction=CORRECTED), record(1.0)).verdict == "fail", "neither holds"
+    assert judge(claim(AT_LEAST_5, correction=CORRECTED), record(6.0)).verdict == "pass"
+
+
+def test_not_run_says_what_is_missing():
+    missing = judge(claim(AT_LEAST_5, needs="a GPU"), None, built=False)
+    assert (missing.verdict, missing.reason) == ("not run", "notebook 99_x is not built yet; needs a GPU")
+    assert judge(claim(AT_LEAST_5), None).reason == "not measured yet"
+    other = record(1.0, metric="other")
+    assert judge(claim(AT_LEAST_5, needs="a GPU"), other).reason == "needs a GPU"
+    assert judge(claim(AT_LEAST_5), other).reason == "profile cpu does not measure m"
+
+
+def test_a_reported_claim_shows_its_value_and_is_not_judged():
+    shown = judge(claim(), record(6.0))
+    assert (shown.verdict, shown.measured, shown.reason) == ("not run", 6.0, "reported, not judged: too far")
+
+
+def test_a_smoke_run_judges_only_what_does_not_depend_on_size():
+    assert judge(claim(AT_LEAST_5), record(6.0, "smoke")).verdict == "not run"
+    assert judge(claim(AT_LEAST_5), record(1.0, "smoke")).verdict == "not run"
+    assert judge(claim(AT_LEAST_5, any_size=True), record(6.0, "smoke")).verdict == "pass"
+    assert judge(claim(AT_LEAST_5, any_size=True), record(1.0, "smoke")).verdict == "fail"
+
+
+def test_counts():
+    judged = [judge(claim(AT_LEAST_5), record(value)) for value in (6.0, 7.0, 1.0)] + [judge(claim(AT_LEAST_5), None)]
+    assert tally(judged) == {"pass": 2, "fail": 1, "not run": 1}
+    assert checked(judged) == 3
+
+
+def test_json_object_has_the_promised_keys():
+    found = judge(claim(Expectation("between", [1, 2], 0.5), unit="x"), record(1.5)).as_dict()
+    promised = "id paper figure statement kind verdict measured expected tolerance reason provenance"
+    assert set(promised.split()) <= set(found)
+    assert json.loads(json.dumps(found))["expected"] == [1, 2]
+
+
+def test_words():
+    assert expected_text(Expectation("between", [1, 2.5], 0.5), "x") == "between 1 and 2.5 ± 0.5 x"
+    assert expected_text(Expectation("increasing")) == "increasing"
+    assert number_text(131072) == "131,072"
+    assert number_text([1.23456, 2]) == "[1.235, 2]"
+    assert number_text(list(range(8))) == "[0, 1, 2, 3, 4, 5, …]"
+    assert number_text(True) == "True"
+
+
+def test_records_round_trip(tmp_path):
+    written = Record(
+        "diffkv-fig02", {"seed": 1}, {"a": Measurement(1.5, "x", 3, "cold"), "b": Measurement([1, 2])}, {"data": []}
+    )
+    record_path(tmp_path, "diffkv-fig02").write_text(record_text(written))
+    assert read_record(tmp_path, "diffkv-fig02") == written
+    assert read_record(tmp_path, "diffkv-fig03") is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "3", None, [], [1.0, float("nan")]])
+def test_what_is_no_measurement_is_refused(value):
+    with pytest.raises(RecordError, match="a measured value must be"):
+        Measurement(value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "figure": "diffkv-fig02"}'])
+def test_a_damaged_record_is_named(tmp_path, text):
+    record_path(tmp_path, "diffkv-fig02").write_text(text)
+    with pytest.raises(RecordError, match=r"diffkv-fig02\.json"):
+        read_record(tmp_path, "diffkv-fig02")
+
+
+def test_a_record_of_another_figure_is_refused(tmp_path):
+    record_path(tmp_path, "diffkv-fig02").write_text(record_text(Record("diffkv-fig03", {}, {"a": Measurement(1)})))
+    with pytest.raises(RecordError, match="is a record of diffkv-fig03"):
+        read_record(tmp_path, "diffkv-fig02")
