@@ -29,6 +29,7 @@ _SAMPLE = 1 << 20
 class LoadedModel:
     """A causal language model in evaluation mode, its tokenizer, and what identifies it.
 
+    ``name`` is what it was asked for by, without the folders of a path.
     ``precision`` says in words what the weights are; ``fingerprint`` changes when the weights do.
     """
 
@@ -72,7 +73,7 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
     model = model.to(device).eval().requires_grad_(False)
     kept = str(dtype).removeprefix("torch.")
     return LoadedModel(
-        name=name,
+        name=Path(name).name if Path(name).expanduser().exists() else name,
         model=model,
         tokenizer=tokenizer,
         layout=layout,

@@ -100,7 +100,8 @@ class Claim:
     ``kind``: ``exact`` (arithmetic), ``trend`` (monotone, ranking, ratio in a band), ``value`` (a number with
     a tolerance) or ``reported`` (shown, not judged; ``why`` says the reason). ``any_size`` claims do not
     depend on the size of the run, so a smoke run judges them too. ``needs`` names what a plain machine lacks.
-    ``published`` is the paper's own number where it differs from what is expected here.
+    ``published`` is the paper's own number where it differs from what is expected here. ``model`` names the one
+    model the statement is about; measured on another it is shown and not judged.
     """
 
     id: str
@@ -114,6 +115,7 @@ class Claim:
     unit: str = ""
     published: Any = None
     any_size: bool = False
+    model: str = ""
     needs: str = ""
     why: str = ""
     correction: Correction | None = None
@@ -195,7 +197,7 @@ def _claim(entry: Any, common: dict[str, str]) -> Claim:
     label = f"claim {entry.get('id', '?') if isinstance(entry, dict) else entry} of {common['figure']}"
     allowed = {
         "id", "statement", "kind", "metric", "compare", "expected", "tolerance", "unit", "published",
-        "any_size", "needs", "why", "corrected",
+        "any_size", "model", "needs", "why", "corrected",
     }  # fmt: skip
     values = _keys(label, entry, allowed)
     corrected = values.pop("corrected", None)

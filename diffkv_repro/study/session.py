@@ -14,7 +14,7 @@ from diffkv_repro.core.paths import project_root
 from diffkv_repro.core.provenance import capture
 from diffkv_repro.study import drawing
 from diffkv_repro.study.claims import Figure, load_claims
-from diffkv_repro.study.records import Measurement, Record, record_text
+from diffkv_repro.study.records import Measurement, Record, read_record, record_text
 from diffkv_repro.study.verdicts import expected_text, judge_all, number_text, tally
 
 
@@ -50,6 +50,16 @@ class Study:
     def cache_folder(self, name: str) -> Path:
         """Where measurements that notebooks share are kept between runs; not committed."""
         return self.root / "results" / "cache" / name
+
+    def record(self, figure: str) -> Record | None:
+        """What this run's output folder holds on ``figure``."""
+        return read_record(self.folder, figure)
+
+    def recorded(self, figure: str) -> dict[str, Record]:
+        """Measurements of ``figure`` that were made once elsewhere, by the folder in ``figures/recorded/``."""
+        folders = sorted(path for path in (self.root / "figures" / "recorded").glob("*") if path.is_dir())
+        found = {folder.name: read_record(folder, figure) for folder in folders}
+        return {name: record for name, record in found.items() if record is not None}
 
     def publish(
         self, figure: str, plot: go.Figure | None, measured: Mapping[str, Measurement], *, basis: str = ""

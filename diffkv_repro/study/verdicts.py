@@ -79,6 +79,10 @@ def judge(claim: Claim, record: Record | None, *, built: bool = True) -> Judgeme
     seen = {"measured": found.value, "provenance": record.provenance}
     if claim.expectation is None:
         return Judgement(claim, "not run", reason=f"reported, not judged: {claim.why}", **seen)
+    measured_on = record.provenance.get("config", {}).get("model")
+    if claim.model and measured_on != claim.model:
+        other = f"stated of {claim.model}, measured on {measured_on}"
+        return Judgement(claim, "not run", reason="; ".join(filter(None, (other, missing))), **seen)
     if record.profile == SMOKE and not claim.any_size:
         return Judgement(claim, "not run", reason="a smoke run is too small to judge it", **seen)
     if claim.expectation.holds(found.value):

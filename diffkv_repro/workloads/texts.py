@@ -46,6 +46,12 @@ def load_texts(source: str) -> list[Document]:
     return documents
 
 
+def source_name(source: str) -> str:
+    """``source`` for a figure's face: a path without its folders, anything else as it is."""
+    path = Path(source).expanduser()
+    return path.name if path.exists() else source
+
+
 def _prose() -> list[Document]:
     topics = importlib.import_module("pydoc_data.topics").topics
     manual = [Document(f"topic {name}", text) for name, text in sorted(topics.items())]
