@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job: set up, execute every notebook, regenerate every figure, check every claim.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
 usage() {
   cat <<'TEXT'
@@ -15,26 +15,37 @@ with profile cpu and ends with the scoreboard. Exit status 1 when a notebook or 
   --profile   smoke: tiny sizes, minutes. cpu (default): real small models, under an hour. gpu: also every
               performance figure, on an NVIDIA GPU. full: the papers' own models, from the Hugging Face hub
   --only      notebooks by number or name, comma-separated
-  --output    folder for the figures; by default figures/ for cpu and results/<profile>/ for the others
+  --output    folder for the figures; by default figures/ for cpu, results/<profile>/ for the others, and
+              results/custom/ with --set
   --resume    skip what the last run in the same output folder finished
   --set       a parameter of the notebooks, as model=/path/to/model or n_texts=64; may be repeated
   --test      the same set-up, then lint, tests and a smoke run of every notebook
+
+The other options of `diffkv-repro reproduce` (--seed, --cell-timeout, --notebook-timeout) work too.
 TEXT
 }
 
-test_run=false
-arguments=()
-for argument in "$@"; do
-  case "$argument" in
+refuse() { echo "run_all.sh: $1" >&2; exit 2; }
+
+# Options are looked at before anything is installed; the command itself checks their values.
+test_run=false own_model=false arguments=("$@")
+while [ $# -gt 0 ]; do
+  case "$1" in
     -h | --help) usage; exit 0 ;;
-    --test) test_run=true ;;
-    *) arguments+=("$argument") ;;
+    --test) test_run=true; shift; continue ;;
+    --resume) shift; continue ;;
+    --profile | --only | --output | --set | --seed | --cell-timeout | --notebook-timeout)
+      [ $# -ge 2 ] || refuse "$1 needs a value" ;;
+    *) refuse "unknown option $1; ./run_all.sh --help lists them" ;;
   esac
+  case "$1 $2" in
+    "--profile smoke" | "--profile cpu" | "--profile gpu" | "--profile full") ;;
+    --profile\ *) refuse "unknown profile '$2'; there are smoke, cpu, gpu, full" ;;
+    "--set model="*) own_model=true ;;
+  esac
+  shift 2
 done
-if $test_run && [ ${#arguments[@]} -gt 0 ]; then
-  echo "run_all.sh: --test takes no other option, got: ${arguments[*]}" >&2
-  exit 2
-fi
+if $test_run && [ ${#arguments[@]} -gt 1 ]; then refuse "--test takes no other option"; fi
 
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
@@ -44,46 +55,45 @@ if [ -n "${VIRTUAL_ENV:-}" ]; then
 elif [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-}" != base ]; then
   python="$CONDA_PREFIX/bin/python"
 else
-  python=.venv/bin/python
+  python="$root/.venv/bin/python"
   if ! supported "$python"; then
     for base in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
       supported "$base" && break
       base=
     done
-    if [ -z "$base" ]; then
-      echo "run_all.sh: no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path ./run_all.sh" >&2
-      exit 1
-    fi
+    [ -n "$base" ] || refuse "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path ./run_all.sh"
     echo "creating .venv with $("$base" --version)"
-    "$base" -m venv --clear .venv
+    "$base" -m venv --clear "$root/.venv"
   fi
 fi
-if ! supported "$python"; then
-  echo "run_all.sh: $python is not Python 3.11, 3.12 or 3.13; activate another environment" >&2
-  exit 1
-fi
+supported "$python" || refuse "$python is not Python 3.11, 3.12 or 3.13; activate another environment"
 
 extras='' && $test_run && extras='[dev]'
+lock="$root/requirements.lock"
 stamp="$("$python" -c 'import sys; print(sys.prefix)')/.diffkv-repro-setup"
-wanted="$(cat pyproject.toml requirements.lock | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())') $PWD"
+wanted="$("$python" -c 'import hashlib, sys
+print(hashlib.sha256(b"".join(open(p, "rb").read() for p in sys.argv[1:])).hexdigest())' \
+  "$root/pyproject.toml" "$lock") $root"
 # A set-up with the tests' extras serves the main job too.
 if ! grep -qsxF -e "$wanted $extras" -e "$wanted [dev]" "$stamp"; then
   echo "installing from requirements.lock (some 2 GB on a machine without a GPU; a few minutes)"
   rm -f "$stamp"
-  "$python" -m pip install -qq -c requirements.lock "$(grep '^torch==' requirements.lock)"
-  "$python" -m pip install -qq -c requirements.lock -e ".$extras"
+  "$python" -m pip install -qq -c "$lock" "$(grep '^torch==' "$lock")"
+  "$python" -m pip install -qq -c "$lock" -e "$root$extras"
   echo "$wanted $extras" >"$stamp"
 fi
 command=("$python" -m diffkv_repro.cli)
-"${command[@]}" fetch smollm2-135m
 
 if $test_run; then
+  cd "$root"
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two threads on busy cores are many times slower than one
+  "${command[@]}" fetch smollm2-135m
   "$python" -m ruff check .
   "$python" -m ruff format --check .
   "$python" -m pytest
   "${command[@]}" reproduce --profile smoke
   "${command[@]}" check
 else
+  $own_model || "${command[@]}" fetch smollm2-135m
   "${command[@]}" reproduce ${arguments[@]+"${arguments[@]}"}
 fi

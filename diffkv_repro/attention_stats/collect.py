@@ -97,13 +97,15 @@ def _labelled(layers: dict[int, dict[str, Tensor]], valid: Tensor, rows: tuple[i
         values = torch.stack([layers[index][name] for index in sorted(layers)], dim=1).numpy()
         return xr.DataArray(values, dims=("sequence", "layer", *dims), name=name).where(present)
 
+    shown = stacked("rows", "head", "query", "token").assign_coords(query=list(rows))
+    asked = xr.DataArray(valid.numpy()[:, list(rows)], dims=("sequence", "query"), coords={"query": list(rows)})
     remaining = valid.flip(1).cumsum(dim=1).flip(1) - 1
     return AttentionStats(
         received=stacked("received", "head", "token"),
         later=xr.DataArray(remaining.numpy(), dims=("sequence", "token"), name="later").where(present),
         key_norm=stacked("key_norm", "kv_head", "token"),
         value_norm=stacked("value_norm", "kv_head", "token"),
-        rows=stacked("rows", "head", "query", "token").assign_coords(query=list(rows)),
+        rows=shown.where(asked),
         group=group,
     )
 

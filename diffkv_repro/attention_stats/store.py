@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.windows import Window
 
 _CODE = ("attention_stats/blocks.py", "attention_stats/collect.py", "attention_stats/store.py", "models/hf.py")
+# What numpy and zipfile raise for a file that is absent, cut off or has flipped bits.
+_DAMAGE = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 _ARRAYS = ("received", "later", "key_norm", "value_norm", "rows")
 
 
@@ -31,14 +34,14 @@ def survey(
         path = Path(folder) / f"{_key(loaded, window, rows)}.npz"
         stats = _read(path, loaded.layout.group)
         if stats is None:
-            stats = collect(loaded.model, window.input_ids, rows=rows)
-            _write(path, stats)
+            _write(path, collect(loaded.model, window.input_ids, rows=rows))
+            stats = _read(path, loaded.layout.group)  # float32, as any later run gets them
         yield stats
 
 
 def _key(loaded: LoadedModel, window: Window, rows: Sequence[int]) -> str:
     versions = {name: version for name, version in package_versions().items() if name in ("torch", "transformers")}
-    what = [loaded.fingerprint, str(loaded.model.dtype), list(rows), versions, _code_digest()]
+    what = [loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, list(rows), versions, _code_digest()]
     tokens = window.input_ids.numpy().astype(np.int64).tobytes()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens).hexdigest()[:24]
 
@@ -75,5 +78,5 @@ def _read(path: Path, group: int) -> AttentionStats | None:
                 ),
                 group=group,
             )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except _DAMAGE:
         return None

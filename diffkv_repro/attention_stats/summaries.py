@@ -49,11 +49,15 @@ def uniform_received(tokens: int) -> xr.DataArray:
 def critical_table(surveyed: Sequence[AttentionStats], percent: float = 95.0) -> pd.DataFrame:
     """Critical tokens of every window, layer and KV head, by both readings of "total attention score".
 
+    Each entry of ``surveyed`` is one window, as :func:`survey` yields them; a batch of several is refused.
+
     Columns: ``window``, ``layer``, ``kv_head``, ``by_sum`` (scores summed over later queries), ``by_average``
     (each token's sum divided by the number of its later queries).
     """
     frames = []
     for window, stats in enumerate(surveyed):
+        if stats.received.sizes["sequence"] != 1:
+            raise ValueError(f"window {window} holds {stats.received.sizes['sequence']} sequences; it must be one")
         counts = xr.Dataset(
             {
                 "by_sum": critical_tokens(stats.per_kv_head(stats.received), percent),
@@ -69,5 +73,7 @@ def spread(table: pd.DataFrame, column: str, by: Sequence[str]) -> pd.DataFrame:
 
     The heads of a group are averaged within each window first, so the deviation is that between requests.
     """
+    if table["window"].nunique() < 2:
+        raise ValueError("one window has no deviation between requests; at least 2 are needed")
     per_window = table.groupby([*by, "window"])[column].mean()
     return per_window.groupby(list(by)).agg(mean="mean", std="std").reset_index()

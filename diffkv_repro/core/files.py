@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_CREATED_MODE = 0o666
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Read once, at import: there is no way to ask for it without setting it for all threads.
+_MODE = 0o666 & ~_umask()
 
 
 class WriteError(OSError):
@@ -31,7 +39,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
-        temporary.chmod(_CREATED_MODE & ~_umask())
+        temporary.chmod(_MODE)
         temporary.replace(target)
     except OSError as error:
         if isinstance(error, WriteError):
@@ -54,9 +62,3 @@ def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file's contents."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -19,9 +19,8 @@ _PACKAGES = ("torch", "transformers", "numpy", "triton", "lm-eval", "diffkv-repr
 class Provenance:
     """Everything needed to judge or repeat a measurement.
 
-    ``config`` holds what the run depended on (model, texts, sizes); ``model`` and ``texts`` are
-    fingerprints. ``commit`` ends in ``+`` when the checkout had
-    uncommitted changes outside ``figures/``, which a run itself rewrites.
+    ``config`` holds what the numbers depend on: sizes, model, texts and their fingerprints. ``commit`` ends in
+    ``+`` when the checkout had uncommitted changes outside ``figures/``, which a run itself rewrites.
     """
 
     device: str
@@ -100,9 +99,7 @@ def commit_of(root: Path) -> str:
     """Short commit of the checkout, with a ``+`` for uncommitted changes; ``unknown`` outside git."""
     try:
         head = _git(root, "rev-parse", "--short=10", "HEAD")
-        return head + (
-            "+" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!figures") else ""
-        )
+        return head + ("+" if _git(root, "status", "--porcelain", "--", ".", ":!figures") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -70,16 +70,17 @@ class PeakMemory:
 
 
 @contextmanager
-def peak_memory() -> Iterator[PeakMemory]:
-    """Watch memory during the block: CUDA's allocator where there is one, else the resident set, sampled.
+def peak_memory(device: str = "cpu") -> Iterator[PeakMemory]:
+    """Watch memory during the block: CUDA's allocator for a CUDA ``device``, else the resident set, sampled.
 
     Pages of mapped files do not count: how many of a model's weights have been touched yet is no cost of the
     block's own.
     """
-    import torch
-
     seen = PeakMemory()
-    if torch.cuda.is_available():
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         seen.before = torch.cuda.memory_allocated()
         yield seen

@@ -9,9 +9,20 @@ from diffkv_repro.models.hf import (
     intercept_attention,
 )
 from diffkv_repro.models.shapes import SHAPES, ModelShape, shape_of
-from diffkv_repro.models.zoo import LoadedModel, ModelError, load_model
+from diffkv_repro.models.zoo import LoadedModel, ModelError, load_model, untrained_twin
 
 __all__ = [
-    "SHAPES", "AttentionCall", "AttentionLayout", "LayerAttention", "LoadedModel", "ModelError", "ModelShape",
-    "UnsupportedAttention", "attention_layout", "intercept_attention", "load_model", "shape_of",
+    "SHAPES",
+    "AttentionCall",
+    "AttentionLayout",
+    "LayerAttention",
+    "LoadedModel",
+    "ModelError",
+    "ModelShape",
+    "UnsupportedAttention",
+    "attention_layout",
+    "intercept_attention",
+    "load_model",
+    "shape_of",
+    "untrained_twin",
 ]  # fmt: skip

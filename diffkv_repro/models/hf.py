@@ -87,9 +87,13 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
             f"{kind} uses multi-head latent attention (kv_lora_rank {config.kv_lora_rank}): it caches one "
             "low-rank vector a token instead of keys and values"
         )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedAttention(f"{kind} is configured with bidirectional attention")
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UnsupportedAttention(f"{kind} has no attention heads")
     if not model._can_set_attn_implementation():
         raise UnsupportedAttention(f"{kind} does not route its attention through transformers' interface")
-    heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise UnsupportedAttention(f"{kind}: {heads} query heads are no multiple of {kv_heads} KV heads")
@@ -199,6 +203,8 @@ def _interface(
         raise UnsupportedAttention(f"layer {module.layer_idx} uses attention sinks (s_aux)")
     if attention_mask is not None:
         raise UnsupportedAttention(f"layer {module.layer_idx} was given a mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedAttention(f"layer {module.layer_idx} is not causal")
     if dropout:
         raise UnsupportedAttention("attention dropout is on; call model.eval() first")
     call = AttentionCall(

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import filelock
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diffkv_repro.core.errors import first_line
 from diffkv_repro.core.files import WriteError, sha256_of
 from diffkv_repro.core.paths import cache_dir
 
@@ -93,8 +95,9 @@ def _converted(folder: Path, digest: str, find_gguf: Callable[[Path], Path]) -> 
                 made = Path(scratch) / "model"
                 _convert(find_gguf(Path(scratch)), digest, made)
                 made.replace(folder)
-    except OSError as error:
-        raise WriteError(error.errno, f"cannot keep the converted model in {folder}: {error}") from error
+    except (OSError, SafetensorError) as error:  # a full disk shows as either
+        number = getattr(error, "errno", None)
+        raise WriteError(number, f"cannot keep the converted model in {folder}: {first_line(error)}") from error
     return folder
 
 
@@ -102,10 +105,10 @@ def _intact(folder: Path, digest: str) -> bool:
     manifest = manifest_of(folder)
     if manifest is None or manifest.get("gguf_sha256") != digest:
         return False
-    return all(
-        (folder / name).is_file() and sha256_of(folder / name) == expected
-        for name, expected in manifest["files"].items()
-    )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not any(name.endswith(".safetensors") for name in files):
+        return False
+    return all((folder / name).is_file() and sha256_of(folder / name) == expected for name, expected in files.items())
 
 
 def _convert(gguf: Path, digest: str, folder: Path) -> None:
@@ -114,7 +117,7 @@ def _convert(gguf: Path, digest: str, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # transformers raises many kinds for a file it cannot read
-        raise ModelError(f"{gguf} cannot be read as a GGUF causal language model: {error}") from error
+        raise ModelError(f"{gguf} cannot be read as a GGUF causal language model: {first_line(error)}") from error
     # A model read from GGUF still carries its reader, and save_pretrained refuses to write it as it is.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

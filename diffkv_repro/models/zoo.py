@@ -1,5 +1,6 @@
 """``load_model``: a bundled name, a folder, a GGUF file or a Hugging Face hub id, ready to measure."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from diffkv_repro.core.errors import first_line
+from diffkv_repro.core.files import sha256_of
 from diffkv_repro.models.hf import AttentionLayout, attention_layout
 from diffkv_repro.models.weights import PACKAGED, ModelError, gguf_folder, manifest_of, packaged_folder
-
-_SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,50 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
     _require_causal(name, config)
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"model {name!r} cannot be loaded: {_first_line(error)}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
+    _require_complete(name, report)
     layout = attention_layout(model)
     model = model.to(device).eval().requires_grad_(False)
     kept = str(dtype).removeprefix("torch.")
     return LoadedModel(
-        name=Path(name).name if Path(name).expanduser().exists() else name,
+        name=_public_name(name),
         model=model,
         tokenizer=tokenizer,
         layout=layout,
         precision=precision if precision and dtype == torch.float32 else f"{precision or 'as published'}, in {kept}",
         fingerprint=_fingerprint(source, config),
+    )
+
+
+def untrained_twin(loaded: LoadedModel, *, seed: int = 0, sharpness: float = 4.0) -> LoadedModel:
+    """The same architecture with random weights: a control for what training has to do with a measurement.
+
+    Freshly initialised attention is almost even, so the query and key projections are multiplied by
+    ``sharpness``, which makes it uneven by chance.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(loaded.model.config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            weight.data.mul_(sharpness)
+    model = model.to(device=loaded.device, dtype=loaded.model.dtype).eval().requires_grad_(False)
+    return dataclasses.replace(
+        loaded,
+        name=f"untrained twin of {loaded.name}",
+        model=model,
+        precision="random",
+        fingerprint=f"random:{seed}:{sharpness}:{hashlib.sha256(loaded.model.config.to_json_string().encode()).hexdigest()[:16]}",
     )
 
 
@@ -106,13 +135,17 @@ def _config(name: str, source: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"unknown model {name!r}: not bundled ({', '.join(PACKAGED)}), not a folder or .gguf file with a "
-            f"configuration transformers knows, and not to be had from the hub: {_first_line(error)}"
+            f"configuration transformers knows, and not to be had from the hub: {first_line(error)}"
         ) from error
 
 
 def _require_causal(name: str, config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"model {name!r} is an encoder-decoder ({config.model_type}), not a causal language model")
+    if vars(config).get("is_decoder") is False:  # only families of encoders carry the switch
+        raise ModelError(
+            f"model {name!r} ({config.model_type}) is an encoder: its is_decoder is off, so it is not causal"
+        )
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     names = config.architectures or [causal]
     if causal is None or causal not in names:
@@ -121,23 +154,34 @@ def _require_causal(name: str, config: PreTrainedConfig) -> None:
         )
 
 
+def _require_complete(name: str, report: dict) -> None:
+    """transformers fills what a checkpoint lacks with random weights, and only logs it."""
+    lacking = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report.get(kind) or ())
+    if lacking:
+        raise ModelError(
+            f"missing weights: model {name!r} lacks {len(lacking)} tensors of its configuration, as {lacking[0]}"
+        )
+
+
+def _public_name(name: str) -> str:
+    """``name`` for provenance: a path without its folders, never to be taken for a bundled model."""
+    path = Path(name).expanduser()
+    if name in PACKAGED or not path.exists():
+        return name
+    return f"./{path.name}" if path.name in PACKAGED else path.name
+
+
 def _fingerprint(source: str, config: PreTrainedConfig) -> str:
-    """Identity of the weights: their checksum, the hub's commit, or a sample of each file."""
+    """Identity of the weights: the hub's commit, or a checksum of configuration and weights."""
     folder = Path(source)
     if not folder.is_dir():
         return f"{source}@{config._commit_hash}"
     manifest = manifest_of(folder)
     if manifest:
         return f"gguf-sha256:{manifest['gguf_sha256'][:16]}"
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as handle:
-            digest.update(handle.read(_SAMPLE))
-            handle.seek(max(0, size - _SAMPLE))
-            digest.update(handle.read(_SAMPLE))
-    return f"sampled-sha256:{digest.hexdigest()[:16]}"
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    digest = hashlib.sha256("".join(f"{path.name} {sha256_of(path)} " for path in files).encode())
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 @contextmanager
@@ -150,7 +194,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

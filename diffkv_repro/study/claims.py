@@ -100,8 +100,10 @@ class Claim:
     ``kind``: ``exact`` (arithmetic), ``trend`` (monotone, ranking, ratio in a band), ``value`` (a number with
     a tolerance) or ``reported`` (shown, not judged; ``why`` says the reason). ``any_size`` claims do not
     depend on the size of the run, so a smoke run judges them too. ``needs`` names what a plain machine lacks.
-    ``published`` is the paper's own number where it differs from what is expected here. ``model`` names the one
-    model the statement is about; measured on another it is shown and not judged.
+    ``published`` is the paper's own number where it differs from what is expected here. ``measured_on`` says
+    what the statement is about: a text must equal, a number at least reach, what the run's configuration holds
+    under that name; measured otherwise it is shown and not judged. ``recorded`` names a folder of
+    ``figures/recorded/`` whose measurement decides, whatever this run measures.
     """
 
     id: str
@@ -115,7 +117,8 @@ class Claim:
     unit: str = ""
     published: Any = None
     any_size: bool = False
-    model: str = ""
+    measured_on: Mapping[str, Any] = field(default_factory=dict)
+    recorded: str = ""
     needs: str = ""
     why: str = ""
     correction: Correction | None = None
@@ -126,6 +129,8 @@ class Claim:
         if not self.id.startswith(_PREFIX[self.paper]):
             raise ClaimError(f"claim {self.id}: ids of paper {self.paper} begin with {_PREFIX[self.paper]!r}")
         _one_of(f"claim {self.id}: kind", self.kind, get_args(Kind))
+        if not isinstance(self.measured_on, Mapping):
+            raise ClaimError(f"claim {self.id}: measured_on is {self.measured_on!r}; it must be a mapping")
         for name in ("statement", "metric"):
             if not getattr(self, name) or not isinstance(getattr(self, name), str):
                 raise ClaimError(f"claim {self.id}: {name} is missing")
@@ -182,7 +187,9 @@ def load_claims(path: Path) -> dict[str, Figure]:
 
 
 def _figure(name: str, entry: Any) -> Figure:
-    values = _keys(f"figure {name}", entry, {"paper", "title", "notebook", "paper_says", "published", "claims"})
+    values = _keys(
+        f"figure {name}", entry, {"paper", "title", "notebook", "paper_says", "published", "measured_on", "claims"}
+    )
     if not values.get("notebook"):
         raise ClaimError(f"figure {name} has no notebook")
     _one_of(f"figure {name}: paper", values.get("paper"), get_args(Paper))
@@ -190,14 +197,18 @@ def _figure(name: str, entry: Any) -> Figure:
     if not isinstance(claims, list) or not claims:
         raise ClaimError(f"figure {name}: claims must be a list with at least one entry")
     common = {"figure": name, "paper": values["paper"], "notebook": values["notebook"]}
-    return _build(Figure, f"figure {name}", id=name, claims=tuple(_claim(c, common) for c in claims), **values)
+    measured_on = values.pop("measured_on", None) or {}
+    return _build(
+        Figure, f"figure {name}", id=name, claims=tuple(_claim(c, common, measured_on) for c in claims), **values
+    )
 
 
-def _claim(entry: Any, common: dict[str, str]) -> Claim:
+def _claim(entry: Any, common: dict[str, str], measured_on: Mapping[str, Any]) -> Claim:
+    """A claim; ``measured_on`` of its figure holds for it too unless its size does not matter or it has its own."""
     label = f"claim {entry.get('id', '?') if isinstance(entry, dict) else entry} of {common['figure']}"
     allowed = {
         "id", "statement", "kind", "metric", "compare", "expected", "tolerance", "unit", "published",
-        "any_size", "model", "needs", "why", "corrected",
+        "any_size", "measured_on", "recorded", "needs", "why", "corrected",
     }  # fmt: skip
     values = _keys(label, entry, allowed)
     corrected = values.pop("corrected", None)
@@ -210,6 +221,8 @@ def _claim(entry: Any, common: dict[str, str]) -> Claim:
             Correction, f"{label}: corrected", expectation=_expectation(label, fixed, required=True), **fixed
         )
     expectation = _expectation(label, values, required=False)
+    if not values.get("any_size") and not values.get("recorded"):
+        values.setdefault("measured_on", measured_on)
     return _build(Claim, label, expectation=expectation, correction=correction, **values, **common)
 
 

@@ -35,7 +35,7 @@ TEMPLATE = go.layout.Template(
         plot_bgcolor="white",
         xaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6", "zeroline": False},
         yaxis={"showline": True, "linecolor": "#444444", "ticks": "outside", "gridcolor": "#E6E6E6", "zeroline": False},
-        margin={"l": 76, "r": 24, "t": 84, "b": 96},
+        margin={"l": 76, "r": 24, "t": 84, "b": 104},
         hoverlabel={"font": {"size": 13}},
     )
 )

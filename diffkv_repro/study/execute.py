@@ -4,10 +4,12 @@ JOB is a JSON file with the keys of :class:`Job`. What happened goes into its ``
 notebook is written cell by cell, so a run that dies leaves what it had.
 """
 
+import ctypes
 import json
 import logging
 import re
 import resource
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +18,8 @@ from typing import Any
 
 from diffkv_repro.core.files import write_text
 
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -33,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``status`` is ``ok``, ``failed``, ``timeout``, ``interrupted`` or ``crashed``; ``cell`` is quoted when failed."""
+    """``status`` is ``ok``, ``failed``, ``timeout`` or ``crashed``; ``cell`` quotes where it stopped otherwise."""
 
     status: str
     seconds: float = 0.0
@@ -86,9 +90,17 @@ def _peak_bytes() -> int:
     return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
+def _end_with_parent() -> None:
+    """On Linux, be interrupted when the runner dies without a word (SIGKILL); papermill then ends its kernel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGINT))
+
+
 def main(path: str) -> int:
     """Entry point of the child process."""
     logging.getLogger("papermill").setLevel(logging.ERROR)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the runner is a background job
+    _end_with_parent()
     job = Job(**json.loads(Path(path).read_text()))
     outcome = run(job)
     write_text(Path(job.result), json.dumps(asdict(outcome)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffkv_repro.core.files import write_text
 from diffkv_repro.study.claims import Figure
-from diffkv_repro.study.records import read_record
+from diffkv_repro.study.records import record_path
 from diffkv_repro.study.verdicts import VERDICTS, Judgement, expected_text, number_text, tally
 
 _PAGE = """<!doctype html>
@@ -49,7 +49,7 @@ def write_gallery(folder: Path, figures: Iterable[Figure], judged: Sequence[Judg
     drawn, missing = [], []
     for figure in figures:
         own = [judgement for judgement in judged if judgement.claim.figure == figure.id]
-        if read_record(folder, figure.id) is None:
+        if not record_path(folder, figure.id).is_file():
             cells = (figure.id, figure.title, figure.notebook, str(len(own)))
             missing.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
         else:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 PROFILES = ("smoke", "cpu", "gpu", "full")
+GPU_PROFILES = ("gpu", "full")
 _NAME = re.compile(r"(\d\d)_[a-z0-9_]+")
 # Given to every notebook by the runner, so not for profiles.yaml or --set.
 RESERVED = ("profile", "output", "seed")
@@ -43,7 +44,7 @@ def find_notebooks(root: Path, only: str | None = None) -> list[Notebook]:
 
     Raises NotebookError for an unknown one, and where there is no notebook at all.
     """
-    paths = sorted(path for path in (root / "notebooks").glob("*.ipynb") if _NAME.fullmatch(path.stem))
+    paths = _paths(root)
     if not paths:
         raise NotebookError(f"no notebooks in {root / 'notebooks'}")
     wanted = [word.strip() for word in (only or "").split(",") if word.strip()]
@@ -71,7 +72,11 @@ def _defaults(path: Path) -> dict[str, Any]:
     if len(cells) != 1:
         raise NotebookError(f"{path.name} has {len(cells)} cells tagged parameters; it must have one")
     found = {}
-    for statement in ast.parse("".join(cells[0]["source"])).body:
+    try:
+        statements = ast.parse("".join(cells[0]["source"])).body
+    except SyntaxError as error:
+        raise NotebookError(f"{path.name}: the parameters cell is not plain Python: {error.msg}") from None
+    for statement in statements:
         # papermill overrides an annotated parameter only in appearance, so those are refused.
         if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
             raise NotebookError(f"{path.name}: the parameters cell may only hold lines like name = literal")
@@ -89,11 +94,30 @@ def profile_parameters(root: Path, profile: str) -> dict[str, dict[str, Any]]:
     """What ``notebooks/profiles.yaml`` gives each notebook under ``profile``."""
     if profile not in PROFILES:
         raise NotebookError(f"unknown profile {profile!r}; there are {', '.join(PROFILES)}")
-    document = yaml.safe_load((root / "notebooks" / "profiles.yaml").read_text(encoding="utf-8")) or {}
-    unknown = sorted(set(document) - set(PROFILES))
-    if unknown:
-        raise NotebookError(f"profiles.yaml: unknown profile {', '.join(unknown)}; there are {', '.join(PROFILES)}")
+    path = root / "notebooks" / "profiles.yaml"
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise NotebookError(f"profiles.yaml is not YAML: {error}") from error
+    names = {notebook.stem for notebook in _paths(root)}
+    _only(document, set(PROFILES), "profiles.yaml", "profile")
+    for name, per_notebook in document.items():
+        _only(per_notebook or {}, names, f"profiles.yaml: {name}", "notebook")
+        for notebook, values in (per_notebook or {}).items():
+            _only(values, None, f"profiles.yaml: {name}: {notebook}", "parameter")
     return document.get(profile) or {}
+
+
+def _only(mapping: Any, allowed: set[str] | None, where: str, kind: str) -> None:
+    if not isinstance(mapping, dict):
+        raise NotebookError(f"{where} must map each {kind} to its values, is {mapping!r}")
+    unknown = sorted(str(name) for name in mapping if allowed is not None and name not in allowed)
+    if unknown:
+        raise NotebookError(f"{where}: unknown {kind} {', '.join(unknown)}; there are {', '.join(sorted(allowed))}")
+
+
+def _paths(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "notebooks").glob("*.ipynb") if _NAME.fullmatch(path.stem))
 
 
 def parameters_for(
@@ -129,5 +153,6 @@ def parse_settings(settings: list[str], notebooks: list[Notebook]) -> dict[str, 
         try:
             parsed[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            parsed[name] = text
+            # A path is the caller's; notebooks run in a folder of their own.
+            parsed[name] = str(Path(text).expanduser().absolute()) if Path(text).expanduser().exists() else text
     return parsed

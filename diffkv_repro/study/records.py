@@ -81,6 +81,10 @@ def read_record(folder: Path, figure: str) -> Record | None:
                 f"in format {FORMAT}"
             )
         measurements = {name: Measurement(**fields) for name, fields in document["measurements"].items()}
+        if not isinstance(document["provenance"], dict) or not isinstance(document["plot"], dict):
+            raise TypeError("provenance and plot must be objects")
         return Record(figure, document["provenance"], measurements, document["plot"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, RecordError) and str(error).startswith(str(path)):
+            raise
         raise RecordError(f"{path} is damaged: {error!r}") from error

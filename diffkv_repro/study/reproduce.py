@@ -11,7 +11,13 @@ from diffkv_repro.study import runner
 from diffkv_repro.study.claims import load_claims
 from diffkv_repro.study.execute import Outcome
 from diffkv_repro.study.gallery import write_gallery
-from diffkv_repro.study.notebooks import find_notebooks, parameters_for, parse_settings, profile_parameters
+from diffkv_repro.study.notebooks import (
+    GPU_PROFILES,
+    find_notebooks,
+    parameters_for,
+    parse_settings,
+    profile_parameters,
+)
 from diffkv_repro.study.scoreboard import print_claims, print_failures, print_run
 from diffkv_repro.study.session import output_folder
 from diffkv_repro.study.verdicts import checked, judge_all, tally
@@ -42,19 +48,25 @@ def reproduce_all(options: Options, console: Console) -> int:
     figures = load_claims(root / "claims.yaml")
     notebooks = find_notebooks(root, options.only)
     extra = parse_settings(list(options.settings), notebooks)
-    output = (options.output or output_folder(root, options.profile)).absolute()
+    output = (options.output or output_folder(root, options.profile, changed=bool(extra))).absolute()
+    _require_device(options.profile)
     steps = [
         runner.Step(
             notebook,
             parameters_for(
-                notebook, profile=options.profile, given=per_notebook.get(notebook.name, {}), output=output,
-                seed=options.seed, extra=extra,
+                notebook,
+                profile=options.profile,
+                given=per_notebook.get(notebook.name, {}),
+                output=output,
+                seed=options.seed,
+                extra=extra,
             ),
+            tuple(figure.id for figure in figures.values() if figure.notebook == notebook.name),
         )
         for notebook in notebooks
-    ]  # fmt: skip
-    with runner.locked(output):
-        run = runner.Run(output, options.profile, runner.code_digest(root), resume=options.resume)
+    ]
+    with runner.locked(output), runner.stopping_on_signals():
+        run = runner.Run(output, options.profile, runner.surroundings(), resume=options.resume)
         outcomes, resumed = _execute(run, steps, options, console)
         names = {step.notebook.name for step in steps}
         every = judge_all(figures.values(), output, root)
@@ -65,6 +77,14 @@ def reproduce_all(options: Options, console: Console) -> int:
     print_failures(console, outcomes, output / "executed")
     console.print(f"figures: {page}", markup=False, highlight=False)
     return _status(outcomes, tally(judged)["fail"], checked(judged), console)
+
+
+def _require_device(profile: str) -> None:
+    if profile in GPU_PROFILES:
+        import torch  # heavy, and only these profiles need to know
+
+        if not torch.cuda.is_available():
+            raise runner.RunRefused(f"profile {profile} needs an NVIDIA GPU, and torch finds none; use cpu or smoke")
 
 
 def _execute(

@@ -17,9 +17,9 @@ _WIDTH_WITHOUT_TERMINAL = 120
 _STYLE = {"pass": "green", "refuted": "yellow", "fail": "bold red", "not run": "dim"}
 
 
-def make_console(*, stderr: bool = False) -> Console:
+def make_console() -> Console:
     """A console as wide as its terminal, or wide enough for the tables where it is a file."""
-    console = Console(stderr=stderr)
+    console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_WITHOUT_TERMINAL
     return console

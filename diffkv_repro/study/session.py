@@ -14,6 +14,7 @@ from diffkv_repro.core.paths import project_root
 from diffkv_repro.core.provenance import capture
 from diffkv_repro.study import drawing
 from diffkv_repro.study.claims import Figure, load_claims
+from diffkv_repro.study.notebooks import GPU_PROFILES
 from diffkv_repro.study.records import Measurement, Record, read_record, record_text
 from diffkv_repro.study.verdicts import expected_text, judge_all, number_text, tally
 
@@ -43,9 +44,10 @@ class Study:
         if not self.figures:
             raise ValueError(f"claims.yaml has no figure of notebook {notebook!r}")
 
-    def paper_says(self, figure: str) -> str:
-        """The paper's statement on ``figure``, for a markdown cell."""
-        return self._known(figure).paper_says
+    @property
+    def device(self) -> str:
+        """Where models of this profile run: profiles gpu and full on CUDA, the others on the CPU."""
+        return "cuda" if self.profile in GPU_PROFILES else "cpu"
 
     def cache_folder(self, name: str) -> Path:
         """Where measurements that notebooks share are kept between runs; not committed."""
@@ -74,18 +76,20 @@ class Study:
         if unused:
             raise ValueError(f"no claim of {figure} asks for {', '.join(unused)}")
         provenance = capture(root=self.root, seed=self.seed, profile=self.profile, config=self.config)
-        contents: dict[str, bytes] = {}
+        pages: dict[str, bytes] = {}
         data: dict[str, Any] = {}
         if plot is not None:
             foot = "<br>".join(filter(None, (basis, provenance.summary())))
             data = drawing.as_data(drawing.finish(plot, foot))
             drawing.ensure_script(self.folder)
-            contents[".html"] = drawing.html_page(figure, plot)
+            pages[".html"] = drawing.html_page(figure, plot)
             picture = drawing.png_image(figure, plot)
             if picture is not None:
-                contents[".png"] = picture
-        contents[".json"] = record_text(Record(figure, provenance.as_dict(), dict(measured), data)).encode()
-        with ExitStack() as files:  # all of them, or none
+                pages[".png"] = picture
+        text = record_text(Record(figure, provenance.as_dict(), dict(measured), data))
+        # All of them or none; the record, opened first, is renamed last, so it never stands beside an older page.
+        contents = {".json": text.encode(), **pages}
+        with ExitStack() as files:
             for ending, content in contents.items():
                 files.enter_context(atomic_path(self.folder / f"{figure}{ending}")).write_bytes(content)
         if ".png" not in contents:  # one of an earlier run would not show this run's numbers
@@ -121,6 +125,11 @@ class Study:
         return self.figures[figure]
 
 
-def output_folder(root: Path, profile: str) -> Path:
-    """Where a run of ``profile`` writes by default: only the committed ``cpu`` figures live in ``figures/``."""
+def output_folder(root: Path, profile: str, *, changed: bool = False) -> Path:
+    """Where a run of ``profile`` writes by default.
+
+    Only the committed ``cpu`` figures live in ``figures/``; a run with ``changed`` parameters is not one of them.
+    """
+    if changed:
+        return root / "results" / "custom"
     return root / "figures" if profile == "cpu" else root / "results" / profile

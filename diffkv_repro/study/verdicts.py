@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from diffkv_repro.study.claims import Claim, Expectation, Figure
 from diffkv_repro.study.notebooks import notebook_path
-from diffkv_repro.study.records import Record, read_record
+from diffkv_repro.study.records import Record, RecordError, read_record
 
 Verdict = Literal["pass", "refuted", "fail", "not run"]
 VERDICTS: tuple[str, ...] = get_args(Verdict)
@@ -47,19 +47,24 @@ class Judgement:
 
 
 def judge_all(figures: Iterable[Figure], folder: Path, root: Path, *, run: str | None = None) -> list[Judgement]:
-    """Judge every claim of ``figures`` by the records in ``folder``.
+    """Judge every claim of ``figures`` by the records in ``folder``, or by the recorded ones a claim names.
 
     With ``run``, records of any other run count as absent: a figure left over from last time proves nothing
-    about this one.
+    about this one. A damaged record makes its claims ``not run``, and says so.
     """
     judged = []
     for figure in figures:
-        record = read_record(folder, figure.id)
-        if record is not None and run is not None and record.provenance.get("run") != run:
-            record = None
-        judged += [
-            judge(claim, record, built=notebook_path(root, figure.notebook).is_file()) for claim in figure.claims
-        ]
+        built = notebook_path(root, figure.notebook).is_file()
+        for claim in figure.claims:
+            source = root / "figures" / "recorded" / claim.recorded if claim.recorded else folder
+            try:
+                record = read_record(source, figure.id)
+            except RecordError as error:
+                judged.append(Judgement(claim, "not run", reason=str(error)))
+                continue
+            if record is not None and not claim.recorded and run not in (None, record.provenance.get("run")):
+                record = None
+            judged.append(judge(claim, record, built=built))
     return judged
 
 
@@ -79,9 +84,8 @@ def judge(claim: Claim, record: Record | None, *, built: bool = True) -> Judgeme
     seen = {"measured": found.value, "provenance": record.provenance}
     if claim.expectation is None:
         return Judgement(claim, "not run", reason=f"reported, not judged: {claim.why}", **seen)
-    measured_on = record.provenance.get("config", {}).get("model")
-    if claim.model and measured_on != claim.model:
-        other = f"stated of {claim.model}, measured on {measured_on}"
+    other = _measured_otherwise(claim.measured_on, record.provenance.get("config") or {})
+    if other:
         return Judgement(claim, "not run", reason="; ".join(filter(None, (other, missing))), **seen)
     if record.profile == SMOKE and not claim.any_size:
         return Judgement(claim, "not run", reason="a smoke run is too small to judge it", **seen)
@@ -94,14 +98,26 @@ def judge(claim: Claim, record: Record | None, *, built: bool = True) -> Judgeme
     return Judgement(claim, "fail", reason=f"measured {number_text(found.value)}, expected {wanted}", **seen)
 
 
+def _measured_otherwise(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """In what the run's configuration is not what the claim is about; empty where it is."""
+    for name, value in wanted.items():
+        found = config.get(name)
+        enough = found == value
+        if isinstance(value, int | float) and isinstance(found, int | float):
+            enough = found >= value
+        if not enough:
+            return f"stated of {name} {value}, measured with {found}"
+    return ""
+
+
 def tally(judged: Iterable[Judgement]) -> Counter[str]:
     """How many claims have each verdict."""
     return Counter(judgement.verdict for judgement in judged)
 
 
 def checked(judged: Iterable[Judgement]) -> int:
-    """How many claims were really decided, either way."""
-    return sum(judgement.verdict != "not run" for judgement in judged)
+    """How many claims were decided, either way, by a measurement of the run itself and not by a recorded one."""
+    return sum(judgement.verdict != "not run" and not judgement.claim.recorded for judgement in judged)
 
 
 def expected_text(expectation: Expectation | None, unit: str = "") -> str | None:

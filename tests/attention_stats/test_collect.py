@@ -6,6 +6,8 @@ import torch
 from tiny import tiny_gemma2, tiny_gemma3, tiny_llama, tiny_qwen2
 
 from diffkv_repro.attention_stats import collect
+from diffkv_repro.attention_stats.blocks import blocked_attention
+from diffkv_repro.models import intercept_attention
 
 MODELS = {
     "llama ratio 1": lambda: tiny_llama(heads=4, kv_heads=4),
@@ -28,14 +30,14 @@ def left_padded(tokens, lengths):
 
 
 def naive(model, input_ids, mask):
-    """Sums over strictly later queries and hidden states, straight from the model's own score matrices."""
+    """Sums over strictly later queries, and all scores, straight from the model's own score matrices."""
     model.set_attn_implementation("eager")
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.inference_mode():
         out = model.base_model(input_ids=input_ids, attention_mask=mask, position_ids=positions, output_attentions=True)
     scores = torch.stack(out.attentions, dim=1).double()  # sequence, layer, head, query, key
     scores = scores * mask[:, None, None, :, None]
-    return scores.tril(-1).sum(dim=3).numpy(), scores.numpy(), out.last_hidden_state.numpy()
+    return scores.tril(-1).sum(dim=3).numpy(), scores.numpy()
 
 
 @pytest.mark.parametrize("block", [1, 7, 64])
@@ -52,7 +54,7 @@ def test_equal_to_the_models_own_scores(name, padded, block):
     input_ids = ids_of(tokens, sequences=2)
     mask = left_padded(tokens, [tokens, 21] if padded else [tokens, tokens])
     stats = collect(model, input_ids, attention_mask=mask, block=block, rows=(20, -1))
-    received, scores, _ = naive(model, input_ids, mask)
+    received, scores = naive(model, input_ids, mask)
     valid = np.broadcast_to(mask.bool().numpy()[:, None, None, :], received.shape)
     np.testing.assert_allclose(stats.received.values[valid], received[valid], rtol=1e-5, atol=atol)
     assert np.isnan(stats.received.values[~valid]).all()
@@ -65,6 +67,46 @@ def test_equal_to_the_models_own_scores(name, padded, block):
     counted = valid & (later > 0)[:, None, None, :]
     np.testing.assert_allclose(average[counted], expected[counted], rtol=1e-5, atol=atol)
     assert np.isnan(average[:, :, :, -1]).all(), "the last token has no later query"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_blocked_attention_computes_what_the_model_computes(name):
+    """Its output feeds the next layer, and that of the last layer is seen here alone."""
+    model, input_ids = MODELS[name](), ids_of(37)
+    model.set_attn_implementation("eager")  # the default leaves Gemma 2's soft-capping out
+    with torch.inference_mode():
+        own = model(input_ids).logits
+        with intercept_attention(model, lambda call: blocked_attention(call, block=8).output):
+            blocked = model(input_ids).logits
+    torch.testing.assert_close(blocked, own, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_said_of_padding():
+    mask = left_padded(37, [37, 21])
+    stats = collect(tiny_llama(), ids_of(37, sequences=2), attention_mask=mask, rows=(3, 30))
+    for array in (stats.received, stats.key_norm, stats.value_norm, stats.average, stats.significance):
+        assert np.isnan(array.isel(sequence=1, token=slice(0, 16))).all()
+    assert np.isnan(stats.rows.isel(sequence=1).sel(query=3)).all(), "a padded query has no scores"
+    assert float(stats.rows.isel(sequence=1, layer=0, head=0).sel(query=30).sum()) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype):
+    model, input_ids = tiny_llama(), ids_of(37)
+    exact = collect(model, input_ids).received
+    rounded = collect(model.to(dtype), input_ids).received
+    assert np.isfinite(rounded).all()
+    np.testing.assert_allclose(rounded.sum("token"), exact.sum("token"), rtol=0.1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_cuda_equals_cpu(name):
+    model, input_ids, mask = MODELS[name](), ids_of(37, sequences=2), left_padded(37, [37, 21])
+    on_cpu = collect(model, input_ids, attention_mask=mask, block=8, rows=(20,))
+    on_cuda = collect(model.cuda(), input_ids, attention_mask=mask, block=8, rows=(20,))
+    for array in ("received", "key_norm", "value_norm", "rows"):
+        np.testing.assert_allclose(getattr(on_cuda, array), getattr(on_cpu, array), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,7 +124,7 @@ def test_equal_in_float32_too(name):
     """Rounding is absolute in the logits, so scores far below the uniform 1/N get room for it."""
     model, input_ids = MODELS[name](), ids_of(37)
     stats = collect(model, input_ids, block=16)
-    received, _, _ = naive(model, input_ids, torch.ones_like(input_ids))
+    received, _ = naive(model, input_ids, torch.ones_like(input_ids))
     np.testing.assert_allclose(stats.received.values, received, rtol=1e-5, atol=1e-5)
 
 

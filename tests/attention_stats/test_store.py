@@ -52,7 +52,7 @@ def test_a_second_survey_computes_nothing_and_equals_the_first(loaded, chosen, t
     for one, two, window in zip(first, again, chosen, strict=True):
         fresh = collect(loaded.model, window.input_ids, rows=(5,))
         for name in ("received", "later", "key_norm", "value_norm", "rows"):
-            xr.testing.assert_identical(getattr(two, name).astype(np.float32), getattr(one, name).astype(np.float32))
+            xr.testing.assert_identical(getattr(two, name), getattr(one, name))
             xr.testing.assert_allclose(getattr(two, name), getattr(fresh, name))
         assert two.group == fresh.group
 
@@ -79,6 +79,17 @@ def test_a_damaged_file_is_computed_again(loaded, chosen, tmp_path, monkeypatch,
     list(survey(loaded, chosen[:1], tmp_path))
     list(survey(loaded, chosen[:1], tmp_path))
     assert len(calls) == 2
+
+
+def test_flipped_bits_never_raise(loaded, chosen, tmp_path):
+    (first,) = survey(loaded, chosen[:1], tmp_path)
+    (path,) = tmp_path.glob("*.npz")
+    good = path.read_bytes()
+    for position in np.random.default_rng(0).integers(0, len(good), 60):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 4]) + good[position + 1 :])
+        (again,) = survey(loaded, chosen[:1], tmp_path)
+        assert again.received.shape == first.received.shape
+        path.write_bytes(good)
 
 
 def test_decades():
@@ -117,3 +128,7 @@ def test_critical_table_and_spread(loaded, chosen, tmp_path):
     means = table[table.layer == 0].groupby("window")["by_sum"].mean()
     assert layers.loc[0, "mean"] == pytest.approx(means.mean())
     assert layers.loc[0, "std"] == pytest.approx(means.std())
+    with pytest.raises(ValueError, match="one window has no deviation"):
+        spread(table[table.window == 0], "by_sum", ["layer"])
+    with pytest.raises(ValueError, match="window 0 holds 2 sequences"):
+        critical_table([collect(loaded.model, torch.cat([w.input_ids for w in chosen[:2]]))])

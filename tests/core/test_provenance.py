@@ -22,6 +22,9 @@ def test_commit_says_whether_anything_but_figures_was_changed(tmp_path):
     assert len(clean) == 10
     (tmp_path / "figures" / "b.json").write_text("2")
     assert commit_of(tmp_path) == clean
+    (tmp_path / "new.py").write_text("1")
+    assert commit_of(tmp_path) == clean + "+", "a module that is not committed yet counts"
+    (tmp_path / "new.py").unlink()
     (tmp_path / "a.py").write_text("2")
     assert commit_of(tmp_path) == clean + "+"
 

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     GptOssConfig,
     Llama4TextConfig,
+    MambaConfig,
     MistralConfig,
     Qwen3NextConfig,
 )
@@ -108,6 +109,11 @@ REFUSED = {
         ),
         "layers of type linear_attention",
     ),
+    "no attention at all": (
+        lambda: build(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)),
+        "has no attention heads",
+    ),
+    "bidirectional": (lambda: tiny_gemma3(use_bidirectional_attention=True), "bidirectional attention"),
     "chunked attention": (
         lambda: build(
             Llama4TextConfig(
@@ -143,6 +149,13 @@ def test_attention_sinks_are_refused_when_they_show():
     with pytest.raises(UnsupportedAttention, match=r"attention sinks"):
         collect(model, IDS)
     assert state_of(model) == before
+
+
+def test_layers_that_are_not_causal_are_refused_when_they_show():
+    model = tiny_llama()
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(UnsupportedAttention, match="layer 1 is not causal"):
+        collect(model, IDS)
 
 
 def test_dropout_is_refused():

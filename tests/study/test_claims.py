@@ -45,7 +45,7 @@ def test_contradictions_of_both_papers_are_claims(claims):
 
 def test_metrics_are_unique_in_their_figure(claims):
     for figure in claims.values():
-        metrics = [claim.metric for claim in figure.claims]
+        metrics = [(claim.metric, claim.recorded) for claim in figure.claims]
         assert len(set(metrics)) == len(metrics), figure.id
 
 
@@ -85,7 +85,7 @@ def test_the_good_one_loads(tmp_path):
 
 
 BROKEN = {
-    "unknown key of a figure": (changed(colour="red"), "unknown key colour; allowed are claims, notebook"),
+    "unknown key of a figure": (changed(colour="red"), "unknown key colour; allowed are claims, measured_on, notebook"),
     "unknown key of a claim": (changed({"colour": "red"}), "claim diffkv-fig99-a of diffkv-fig99: unknown key colour"),
     "no notebook": (changed(notebook=...), "figure diffkv-fig99 has no notebook"),
     "empty notebook": (changed(notebook=None), "has no notebook"),
@@ -109,6 +109,7 @@ BROKEN = {
     ),
     "no statement": (changed({"statement": ""}), "statement is missing"),
     "no metric": (changed({"metric": ...}), "metric"),
+    "measured on a word": (changed({"measured_on": "m"}), "measured_on is 'm'; it must be a mapping"),
     "no claims": (changed(claims=[]), "at least one entry"),
     "half a correction": (changed({"corrected": {"statement": "s", "explanation": "e"}}), "compare is missing"),
     "wrong top level": ({"claims": []}, "only top-level key must be 'figures'"),
@@ -123,6 +124,19 @@ def test_a_file_that_cannot_be_trusted_is_refused(tmp_path, name):
     document, message = BROKEN[name]
     with pytest.raises(ClaimError, match=message):
         loaded(tmp_path, document)
+
+
+def test_measured_on_of_a_figure_holds_for_claims_whose_size_matters(tmp_path):
+    document = changed(measured_on={"model": "m"})
+    plain = document["figures"]["diffkv-fig99"]["claims"][0]
+    document["figures"]["diffkv-fig99"]["claims"] = [
+        plain,
+        plain | {"id": "diffkv-fig99-b", "any_size": True},
+        plain | {"id": "diffkv-fig99-c", "measured_on": {"model": "n"}},
+        plain | {"id": "diffkv-fig99-d", "recorded": "elsewhere"},
+    ]
+    claims = loaded(tmp_path, document)["diffkv-fig99"].claims
+    assert [claim.measured_on for claim in claims] == [{"model": "m"}, {}, {"model": "n"}, {}]
 
 
 def test_duplicate_ids_across_figures_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,16 @@ import time
 import nbformat
 import psutil
 import pytest
-from small_project import OTHER, PARAMETERS, write_notebook
+import torch
+from small_project import GOOD, OTHER, PARAMETERS, write_notebook
 
-from diffkv_repro.study.notebooks import NotebookError, find_notebooks, parameters_for, parse_settings
+from diffkv_repro.study.notebooks import (
+    NotebookError,
+    find_notebooks,
+    parameters_for,
+    parse_settings,
+    profile_parameters,
+)
 from diffkv_repro.study.runner import RunRefused, locked
 
 SLOW = "import time, pathlib\npathlib.Path(output + '.started').touch()\ntime.sleep(60)\n"
@@ -61,6 +69,53 @@ def test_a_good_run_resumes_and_checks(project):
     listed = json.loads(cli(project, "figures", "--output", str(project / "out"), "--json").stdout)
     assert [row["id"] for row in listed] == ["diffkv-fig90", "diffkv-fig91", "diffkv-fig92"]
     assert listed[0]["files"] == ["diffkv-fig90.json"]
+
+
+def test_resume_repeats_what_lost_its_record(project):
+    assert reproduce(project).returncode == 0
+    (project / "out" / "diffkv-fig91.json").unlink()
+    again = reproduce(project, "--resume")
+    assert again.returncode == 0
+    assert again.stdout.count("done by the run that is resumed") == 1
+    assert "3 pass" in again.stdout
+
+    # A new run that was stopped before its first notebook ended owns nothing of the earlier one's.
+    state = json.loads((project / "out" / "run.json").read_text())
+    (project / "out" / "run.json").write_text(json.dumps(state | {"run": "another"}))
+    assert "done by the run" not in reproduce(project, "--resume").stdout
+
+
+def test_resume_repeats_what_depends_on_a_changed_file(project):
+    weights = project / "weights.bin"
+    weights.write_bytes(b"1")
+    write_notebook(project / "notebooks" / "90_good.ipynb", PARAMETERS + "nine = 9\nmodel = 'm'\n", GOOD)
+    arguments = ("--only", "90", "--set", f"model={weights}")
+    assert reproduce(project, *arguments).returncode == 0
+    assert "done by the run" in reproduce(project, *arguments, "--resume").stdout
+    weights.write_bytes(b"12")
+    assert "done by the run" not in reproduce(project, *arguments, "--resume").stdout
+
+
+def test_settings_never_touch_the_committed_figures(project):
+    done = cli(project, "reproduce", "--only", "90", "--set", "nine=9.0")
+    assert done.returncode == 0
+    assert (project / "results" / "custom" / "diffkv-fig90.json").is_file()
+    assert not (project / "figures").exists()
+
+
+def test_a_path_in_a_setting_is_the_callers(project, monkeypatch):
+    monkeypatch.chdir(project)
+    (project / "tiny").mkdir()
+    notebooks = find_notebooks(project)
+    assert parse_settings(["nine=tiny"], notebooks) == {"nine": str(project / "tiny")}
+    assert parse_settings(["nine=huge"], notebooks) == {"nine": "huge"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_profile_without_a_gpu_is_refused(project):
+    done = reproduce(project, "--profile", "gpu")
+    assert done.returncode == 2
+    assert "profile gpu needs an NVIDIA GPU, and torch finds none" in done.stderr
 
 
 def test_a_failing_notebook_is_quoted_and_does_not_stop_the_others(project):
@@ -113,6 +168,8 @@ def test_timeouts_end_the_notebook_and_its_kernel(project, option, message):
     assert done.returncode == 1
     assert "90_good: timeout" in done.stdout
     assert message in done.stdout
+    assert "    | time.sleep(60)" in done.stdout, "the cell is quoted"
+    assert " 0.00 " not in done.stdout, "peak memory is known all the same"
     assert not kernels_of(project)
 
 
@@ -128,7 +185,8 @@ def kernels_of(project):
     return found
 
 
-def test_an_interrupted_run_resumes(project):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_resumes(project, number):
     write_notebook(project / "notebooks" / "91_other.ipynb", PARAMETERS, SLOW)
     environment = os.environ | {"DIFFKV_REPRO_ROOT": str(project)}
     command = [sys.executable, "-m", "diffkv_repro.cli", "reproduce", "--output", str(project / "out")]
@@ -141,9 +199,13 @@ def test_an_interrupted_run_resumes(project):
     assert second.returncode == 2
     assert f"another run is writing to {project / 'out'}" in second.stderr
 
-    run.send_signal(signal.SIGINT)
-    run.communicate(timeout=60)
-    assert run.returncode != 0
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == (-number if number == signal.SIGKILL else 130)
+    assert number == signal.SIGKILL or "--resume goes on where it stopped" in errors
+    deadline = time.monotonic() + 15
+    while kernels_of(project) and time.monotonic() < deadline:
+        time.sleep(0.2)
     assert not kernels_of(project), "no kernel is left behind"
     write_notebook(project / "notebooks" / "91_other.ipynb", PARAMETERS, OTHER)
     resumed = reproduce(project, "--resume")
@@ -184,9 +246,26 @@ def test_an_unknown_parameter_in_a_profile_is_refused(project):
     assert "notebook 90_good has no parameter nein; it has nine" in done.stderr
 
 
-def test_a_damaged_state_is_not_resumed(project):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpu:\n  90_goood: {nine: 9}\n", "profiles.yaml: cpu: unknown notebook 90_goood"),
+        ("cpu: [1]\n", "profiles.yaml: cpu must map each notebook to its values, is [1]"),
+        ("cpu:\n  90_good: 3\n", "profiles.yaml: cpu: 90_good must map each parameter to its values"),
+        ("cpus: {}\n", "profiles.yaml: unknown profile cpus"),
+        ("cpu: [", "profiles.yaml is not YAML"),
+    ],
+)
+def test_a_profile_that_would_be_ignored_is_refused(project, text, message):
+    (project / "notebooks" / "profiles.yaml").write_text(text)
+    with pytest.raises(NotebookError, match=re.escape(message)):
+        profile_parameters(project, "cpu")
+
+
+@pytest.mark.parametrize("text", ["{", '{"profile": "cpu", "notebooks": {}}', '{"profile": "cpu", "notebooks": 3}'])
+def test_a_damaged_state_is_not_resumed(project, text):
     (project / "out").mkdir()
-    (project / "out" / "run.json").write_text("{")
+    (project / "out" / "run.json").write_text(text)
     done = reproduce(project, "--resume")
     assert done.returncode == 2
     assert "run.json is damaged" in done.stderr
@@ -225,6 +304,7 @@ def test_parameters(project):
         (PARAMETERS + "n: int = 3", "may only hold lines like name = literal"),
         (PARAMETERS + "n = 2 * 3 * x", "parameter n is not a plain literal"),
         ("n = 3", "lacks profile, output, seed"),
+        (PARAMETERS + "%matplotlib inline", "is not plain Python"),
     ],
 )
 def test_a_parameters_cell_papermill_could_misread_is_refused(project, cell, message):

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from diffkv_repro.study.claims import Claim, Correction, Expectation
+from diffkv_repro.study.claims import Claim, Correction, Expectation, Figure
 from diffkv_repro.study.records import Measurement, Record, RecordError, read_record, record_path, record_text
-from diffkv_repro.study.verdicts import checked, expected_text, judge, number_text, tally
+from diffkv_repro.study.verdicts import checked, expected_text, judge, judge_all, number_text, tally
 
 
 def claim(expectation=None, **fields):
@@ -15,8 +15,8 @@ def claim(expectation=None, **fields):
     )
 
 
-def record(value, profile="cpu", metric="m"):
-    return Record("diffkv-fig99", {"profile": profile}, {metric: Measurement(value, note="warm")})
+def record(value, profile="cpu", metric="m", **config):
+    return Record("diffkv-fig99", {"profile": profile, "config": config}, {metric: Measurement(value, note="warm")})
 
 
 AT_LEAST_5 = Expectation(">=", 5)
@@ -52,6 +52,34 @@ def test_a_smoke_run_judges_only_what_does_not_depend_on_size():
     assert judge(claim(AT_LEAST_5), record(1.0, "smoke")).verdict == "not run"
     assert judge(claim(AT_LEAST_5, any_size=True), record(6.0, "smoke")).verdict == "pass"
     assert judge(claim(AT_LEAST_5, any_size=True), record(1.0, "smoke")).verdict == "fail"
+
+
+def test_a_claim_is_judged_only_on_what_it_is_about():
+    about = claim(AT_LEAST_5, measured_on={"model": "m1", "n_texts": 16}, needs="patience")
+    assert judge(about, record(6.0, model="m1", n_texts=16)).verdict == "pass"
+    assert judge(about, record(6.0, model="m1", n_texts=64)).verdict == "pass", "more is fine"
+    other = judge(about, record(6.0, model="m2", n_texts=16))
+    assert (other.verdict, other.measured) == ("not run", 6.0)
+    assert other.reason == "stated of model m1, measured with m2; needs patience"
+    assert judge(about, record(1.0, model="m1", n_texts=2)).reason.startswith("stated of n_texts 16, measured with 2")
+    assert judge(about, record(6.0)).verdict == "not run"
+
+
+def test_recorded_measurements_decide_the_claims_that_name_them(tmp_path):
+    own, elsewhere = claim(AT_LEAST_5), claim(AT_LEAST_5, recorded="h200")
+    figure = Figure("diffkv-fig99", "DiffKV", "t", "99_x", "s", claims=(own, elsewhere))
+    folder = tmp_path / "figures" / "recorded" / "h200"
+    for place, value in ((tmp_path / "out", 1.0), (folder, 6.0)):
+        place.mkdir(parents=True)
+        record_path(place, "diffkv-fig99").write_text(record_text(record(value)))
+    judged = judge_all([figure], tmp_path / "out", tmp_path)
+    assert [judgement.verdict for judgement in judged] == ["fail", "pass"]
+    assert checked(judged) == 1, "a recorded measurement is not one of this run"
+    assert [j.verdict for j in judge_all([figure], tmp_path / "out", tmp_path, run="r")] == ["not run", "pass"]
+    record_path(tmp_path / "out", "diffkv-fig99").write_text("{")
+    damaged = judge_all([figure], tmp_path / "out", tmp_path)[0]
+    assert damaged.verdict == "not run"
+    assert "cannot be read" in damaged.reason
 
 
 def test_counts():
@@ -91,7 +119,10 @@ def test_what_is_no_measurement_is_refused(value):
         Measurement(value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "figure": "diffkv-fig02"}'])
+WRONG_SHAPE = '{"format": 1, "figure": "diffkv-fig02", "measurements": {}, "plot": {}, "provenance": null}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "figure": "diffkv-fig02"}', WRONG_SHAPE])
 def test_a_damaged_record_is_named(tmp_path, text):
     record_path(tmp_path, "diffkv-fig02").write_text(text)
     with pytest.raises(RecordError, match=r"diffkv-fig02\.json"):

@@ -54,8 +54,10 @@ def test_a_data_set_through_datasets(tmp_path, monkeypatch):
         load_texts("hub:some/set:train:body")
 
 
-def test_articles_before_the_first_heading_are_kept():
-    assert [d.text for d in _articles([Document("x", "intro"), Document("x", " = T = ")])] == ["intro", " = T = "]
+def test_articles_before_the_first_heading_are_kept_and_the_first_ones_taken():
+    lines = [Document("x", text) for text in ("intro", " = T = ", "t1", " = U = ", "u1")]
+    assert [d.text for d in _articles(lines, limit=9)] == ["intro", " = T = t1", " = U = u1"]
+    assert [d.text for d in _articles(lines, limit=2)] == ["intro", " = T = t1"]
 
 
 @pytest.mark.parametrize(

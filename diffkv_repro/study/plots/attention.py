@@ -115,29 +115,33 @@ def scores_along_sequence(
     return figure
 
 
-def critical_by_layer(by_sum: pd.DataFrame, by_average: pd.DataFrame, uniform: int, percent: float) -> go.Figure:
+def critical_by_layer(series: Mapping[str, tuple[pd.DataFrame, int]], percent: float) -> go.Figure:
     """Figure 4: mean number of critical tokens per layer, bars are the standard deviation over requests.
 
-    Both tables have columns ``layer``, ``mean``, ``std``; ``uniform`` is the number under even attention.
+    ``series`` maps a name to a table with columns ``layer``, ``mean``, ``std`` and the number that evenly
+    spread attention would give by the same reading, drawn dashed in the same colour.
     """
     figure = go.Figure()
-    series = (("scores summed over queries", by_sum, 0), ("scores averaged over queries", by_average, 1))
-    for name, table, colour in series:
+    for index, (name, (table, even)) in enumerate(series.items()):
+        colour = PALETTE[index]
         figure.add_scatter(
-            x=table["layer"], y=table["mean"], name=name, mode="lines+markers",
+            x=table["layer"],
+            y=table["mean"],
+            name=name,
+            mode="lines+markers",
             error_y={"type": "data", "array": table["std"], "thickness": 1.2, "width": 3},
-            marker={"color": PALETTE[colour], "symbol": ("circle", "diamond")[colour], "size": 7},
-            line={"color": PALETTE[colour], "width": 1},
+            marker={"color": colour, "symbol": ("circle", "diamond")[index % 2], "size": 7},
+            line={"color": colour, "width": 1},
             hovertemplate="layer %{x}: %{y:.0f} ± %{error_y.array:.0f} tokens<extra>" + name + "</extra>",
-        )  # fmt: skip
-    figure.add_scatter(
-        x=[by_sum["layer"].min(), by_sum["layer"].max()],
-        y=[uniform, uniform],
-        mode="lines",
-        name="evenly spread attention",
-        line={"color": PAPER_COLOUR, "dash": "dash", "width": 2},
-        hoverinfo="skip",
-    )
+        )
+        figure.add_scatter(
+            x=[table["layer"].min(), table["layer"].max()],
+            y=[even, even],
+            mode="lines",
+            name="if spread evenly",
+            line={"color": colour, "dash": "dash", "width": 1.5},
+            hoverinfo="skip",
+        )
     figure.update_xaxes(title_text="layer")
     figure.update_yaxes(title_text=f"tokens that hold {percent:g} % of the score", rangemode="tozero")
     figure.update_layout(
