@@ -119,10 +119,13 @@ def doctor() -> None:
 
 @bench.command()
 def stats(
-    model: Annotated[str, typer.Option(help="Model to watch.")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="Model to watch, or a shape (llama3-8b) for random weights.")
+    ] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=2, help="Length of the timed prefill.")] = 2048,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     lengths: Annotated[str, typer.Option(help="Two lengths for the growth of memory.")] = "1024,8192",
+    record: Annotated[Path | None, typer.Option(help="Folder to keep the measurement in, with provenance.")] = None,
 ) -> None:
     """Time and memory of collecting attention statistics, against a plain prefill in the same run."""
     from diffkv_repro.attention_stats.bench import bench_memory, bench_time, require_context
@@ -135,6 +138,10 @@ def stats(
     with _waiting("measuring memory at both lengths"):
         memory_cost = _guarded(bench_memory, model, short=short, long=long)
     typer.echo(memory_cost.summary())
+    if record is not None:
+        from diffkv_repro.study.costs import record_stats_cost
+
+        typer.echo(f"recorded: {_guarded(record_stats_cost, record, time_cost, memory_cost)}")
 
 
 @bench.command()

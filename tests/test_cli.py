@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffkv_repro.cli import app
+from diffkv_repro.study.records import read_record
 
 
 def call(*arguments):
@@ -21,8 +22,12 @@ def test_fetch_says_what_it_got():
     assert "there is no file or folder '/no/such/folder'" in refused.stderr
 
 
-def test_bench_stats_prints_ratios():
-    done = call("bench", "stats", "--tokens", "64", "--repeats", "2", "--lengths", "64,128")
+def test_bench_stats_prints_ratios_and_keeps_them(tmp_path):
+    sizes = ("--tokens", "64", "--repeats", "2", "--lengths", "64,128")
+    done = call("bench", "stats", *sizes, "--record", str(tmp_path))
+    record = read_record(tmp_path, "ours-stats-cost")
+    assert set(record.measurements) == {"stats_time_ratio", "stats_memory_over_linear"}
+    assert record.provenance["config"]["timed_tokens"] == 64
     assert done.exit_code == 0
     ratio = re.search(r"64 tokens: statistics take ([\d.]+) x a plain prefill \(median of 2", done.stdout)
     assert 0.2 < float(ratio[1]) < 20

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from diffkv_repro.attention_stats.collect import collect
 from diffkv_repro.core.timing import PairedTimes, peak_memory, time_pairs
-from diffkv_repro.models import LoadedModel, load_model
+from diffkv_repro.models import SHAPES, load_model
 from diffkv_repro.models.hf import decoder_of
+from diffkv_repro.models.shaped import random_model, shaped_config
+from diffkv_repro.models.weights import PACKAGED
+from diffkv_repro.models.zoo import default_dtype
 
 # glibc otherwise keeps freed blocks of up to 32 MB, and how many depends on what was allocated before: the
 # same collection then measures 20 to 140 MiB at 1,024 tokens.
@@ -65,21 +69,21 @@ class MemoryCost:
 
 def require_context(name: str, lengths: Sequence[int]) -> None:
     """Raise ValueError, before anything is measured, for a length beyond the model's context."""
-    limit = load_model(name).layout.max_positions
+    limit = _max_positions(name)
     if limit is not None and max(lengths) > limit:
         raise ValueError(f"{max(lengths)} tokens are more than the context of {name}, {limit}")
 
 
 def bench_time(name: str, *, tokens: int, repeats: int, device: str | None = None) -> TimeCost:
     """Time collections against plain prefills of random tokens, in turn, after one uncounted pair."""
-    loaded = load_model(name, device=device)
-    ids = _random_ids(loaded, tokens)
+    model = _load(name, device)
+    ids = _random_ids(model, tokens)
 
     def plain() -> None:
         with torch.inference_mode():
-            decoder_of(loaded.model)(input_ids=ids, use_cache=False)
+            decoder_of(model)(input_ids=ids, use_cache=False)
 
-    return TimeCost(name, tokens, time_pairs(lambda: collect(loaded.model, ids), plain, repeats))
+    return TimeCost(name, tokens, time_pairs(lambda: collect(model, ids), plain, repeats))
 
 
 def bench_memory(name: str, *, short: int, long: int, device: str | None = None) -> MemoryCost:
@@ -102,17 +106,31 @@ def _peak_in_child(name: str, tokens: int, device: str | None) -> int:
     return json.loads(done.stdout.splitlines()[-1])["growth"]
 
 
-def _random_ids(loaded: LoadedModel, tokens: int) -> torch.Tensor:
-    vocabulary = loaded.model.config.get_text_config().vocab_size
+def _max_positions(name: str) -> int | None:
+    if name in SHAPES and name not in PACKAGED:
+        return shaped_config(SHAPES[name]).max_position_embeddings
+    return load_model(name).layout.max_positions
+
+
+def _load(name: str, device: str | None) -> PreTrainedModel:
+    """A real model, or random weights where ``name`` is a shape of a paper's model."""
+    if name in SHAPES and name not in PACKAGED:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return random_model(SHAPES[name], device=device, dtype=default_dtype(device))
+    return load_model(name, device=device).model
+
+
+def _random_ids(model: PreTrainedModel, tokens: int) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(loaded.device)
+    return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(model.device)
 
 
 def _child(name: str, tokens: int, device: str | None = None) -> None:
-    loaded = load_model(name, device=device)
-    collect(loaded.model, _random_ids(loaded, 16))  # what the libraries set up on first use is not the method's
-    with peak_memory(loaded.device.type) as seen:
-        collect(loaded.model, _random_ids(loaded, tokens))
+    model = _load(name, device)
+    collect(model, _random_ids(model, 16))  # what the libraries set up on first use is not the method's
+    with peak_memory(model.device.type) as seen:
+        collect(model, _random_ids(model, tokens))
     sys.stdout.write(json.dumps({"growth": seen.growth}) + "\n")
 
 

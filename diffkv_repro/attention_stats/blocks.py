@@ -42,9 +42,13 @@ def blocked_attention(
     group = heads // kv_heads
     # Query heads of one KV head sit side by side, so keys and values are read once a block and never repeated.
     exact = torch.promote_types(call.query.dtype, torch.float32)
-    queries = (call.query.to(exact) * call.scale).view(batch, kv_heads, group, tokens, dim)
-    keys_t = call.key.to(exact).reshape(batch * kv_heads, tokens, dim).transpose(1, 2)
-    values = call.value.to(exact).reshape(batch * kv_heads, tokens, dim)
+    # Tensor cores multiply half precision exactly and add in float32, so scores lose nothing by staying there; the
+    # CPU has no such product, and float32 needs none.
+    narrow = call.query.is_cuda and call.query.dtype in (torch.bfloat16, torch.float16)
+    work = call.query.dtype if narrow else exact
+    queries = call.query.to(work).view(batch, kv_heads, group, tokens, dim)
+    keys_t = call.key.to(work).reshape(batch * kv_heads, tokens, dim).transpose(1, 2)
+    values = call.value.to(work).reshape(batch * kv_heads, tokens, dim)
     output = torch.empty(batch, kv_heads, group, tokens, dim, dtype=call.query.dtype, device=call.query.device)
     received = torch.zeros(batch, kv_heads, group, tokens, dtype=torch.float64, device=call.query.device)
     shown = torch.zeros(batch, kv_heads, group, len(rows), tokens, dtype=exact, device=call.query.device)
@@ -58,7 +62,12 @@ def blocked_attention(
         first = 0 if call.window is None else max(0, start - call.window + 1)
         flat = queries[:, :, :, start:stop].reshape(batch * kv_heads, group * (stop - start), dim)
         shape = (batch * kv_heads, group * (stop - start), stop - first)
-        scores = torch.bmm(flat, keys_t[:, :, first:stop], out=buffer[: math.prod(shape)].view(shape))
+        scores = buffer[: math.prod(shape)].view(shape)
+        if narrow:
+            torch.bmm(flat, keys_t[:, :, first:stop], out_dtype=exact, out=scores)
+        else:
+            torch.bmm(flat, keys_t[:, :, first:stop], out=scores)
+        scores.mul_(call.scale)
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
         grouped = scores.view(batch, kv_heads, group, stop - start, stop - first)
@@ -67,7 +76,7 @@ def blocked_attention(
         if valid is not None:
             # A padded query sees no key at all, and the softmax of nothing is NaN.
             grouped.masked_fill_(~valid[:, None, None, start:stop, None], 0.0)
-        output[:, :, :, start:stop] = torch.bmm(scores, values[:, first:stop]).view(
+        output[:, :, :, start:stop] = torch.bmm(scores.to(work), values[:, first:stop]).view(
             batch, kv_heads, group, stop - start, dim
         )
         for index, row in enumerate(rows):

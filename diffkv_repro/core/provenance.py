@@ -96,7 +96,13 @@ def _cpu_model() -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Short commit of the checkout, with a ``+`` for uncommitted changes; ``unknown`` outside git."""
+    """Short commit of the checkout, with a ``+`` for uncommitted changes; ``unknown`` outside git.
+
+    ``DIFFKV_REPRO_COMMIT`` names it where the checkout travels without its history (a container, a GPU machine).
+    """
+    named = os.environ.get("DIFFKV_REPRO_COMMIT")
+    if named:
+        return named
     try:
         head = _git(root, "rev-parse", "--short=10", "HEAD")
         return head + ("+" if _git(root, "status", "--porcelain", "--", ".", ":!figures") else "")

@@ -58,7 +58,7 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
     UnsupportedAttention for an attention layout that this package cannot handle.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    dtype = dtype or default_dtype(device)
     source, precision = _locate(name)
     config = _config(name, source)
     _require_causal(name, config)
@@ -87,6 +87,11 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
         precision=precision if precision and dtype == torch.float32 else f"{precision or 'as published'}, in {kept}",
         fingerprint=_fingerprint(source, config),
     )
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 on CUDA, else float32."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
 def untrained_twin(loaded: LoadedModel, *, seed: int = 0, sharpness: float = 4.0) -> LoadedModel:

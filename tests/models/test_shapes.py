@@ -1,7 +1,8 @@
 import pytest
 from tiny import tiny_llama
 
-from diffkv_repro.models import SHAPES, ModelShape, shape_of
+from diffkv_repro.models import SHAPES, ModelShape, attention_layout, shape_of
+from diffkv_repro.models.shaped import random_model
 
 PUBLISHED_KV_BYTES = {
     "llama3-8b": 131_072, "llama3.1-8b": 131_072, "qwen2.5-7b": 57_344, "qwen2.5-32b": 262_144, "qwq-32b": 262_144,
@@ -41,3 +42,17 @@ def test_heads_divide_and_names_are_known():
         shape_of("gpt-5")
     with pytest.raises(ValueError, match="7 heads are no multiple of 2"):
         ModelShape("odd", "", 1, 8, 8, 7, 2, 4, 10)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen2.5-7b", "qwen2.5-32b", "smollm2-135m", "qwen2.5-0.5b"])
+def test_random_models_have_exactly_the_shape(name):
+    shape = SHAPES[name]
+    model = random_model(shape, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == shape.parameters
+    layout = attention_layout(model)
+    assert (layout.heads, layout.kv_heads, layout.head_dim) == (shape.heads, shape.kv_heads, shape.head_dim)
+
+
+def test_mixtures_of_experts_are_not_built():
+    with pytest.raises(ValueError, match="qwen3-235b is no plain Llama or Qwen2"):
+        random_model(SHAPES["qwen3-235b"], device="meta")
