@@ -17,8 +17,8 @@ from diffkv_repro.models.hf import AttentionCall
 class BlockScores:
     """What one layer's attention shows.
 
-    ``output`` [batch, heads, tokens, head_dim]; ``received`` [batch, heads, tokens] float64: the sum of the
-    scores a token gets from strictly later queries; ``rows`` [batch, heads, len(rows), tokens]: the scores
+    ``output`` [batch, heads, tokens, head_dim]; ``received`` [batch, heads, tokens]: the sum of the scores a token
+    gets from strictly later queries, added up in float64; ``rows`` [batch, heads, len(rows), tokens]: the scores
     of single queries.
     """
 
@@ -57,21 +57,24 @@ def blocked_attention(
     # leave the heap in fragments that outweigh everything else.
     buffer = torch.empty(batch * heads * min(block, tokens) * tokens, dtype=exact, device=call.query.device)
 
+    future = torch.ones(min(block, tokens), min(block, tokens), dtype=torch.bool, device=call.query.device).triu_(1)
+
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
         first = 0 if call.window is None else max(0, start - call.window + 1)
         flat = queries[:, :, :, start:stop].reshape(batch * kv_heads, group * (stop - start), dim)
         shape = (batch * kv_heads, group * (stop - start), stop - first)
         scores = buffer[: math.prod(shape)].view(shape)
+        # beta 0 ignores what the buffer holds; alpha scales in float32, in the same pass.
+        scaled = {"beta": 0, "alpha": call.scale, "out": scores}
         if narrow:
-            torch.bmm(flat, keys_t[:, :, first:stop], out_dtype=exact, out=scores)
+            torch.baddbmm(scores, flat, keys_t[:, :, first:stop], out_dtype=exact, **scaled)
         else:
-            torch.bmm(flat, keys_t[:, :, first:stop], out=scores)
-        scores.mul_(call.scale)
+            torch.baddbmm(scores, flat, keys_t[:, :, first:stop], **scaled)
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
         grouped = scores.view(batch, kv_heads, group, stop - start, stop - first)
-        _mask(grouped, start, first, call.window, valid)
+        _mask(grouped, future[: stop - start, : stop - start], start, first, call.window, valid)
         torch.softmax(scores, dim=-1, out=scores)
         if valid is not None:
             # A padded query sees no key at all, and the softmax of nothing is NaN.
@@ -89,17 +92,15 @@ def blocked_attention(
 
     return BlockScores(
         output=output.view(batch, heads, tokens, dim),
-        received=received.view(batch, heads, tokens),
+        received=received.view(batch, heads, tokens).to(exact),
         rows=shown.view(batch, heads, len(rows), tokens),
     )
 
 
-def _mask(scores: Tensor, start: int, first: int, window: int | None, valid: Tensor | None) -> None:
+def _mask(scores: Tensor, future: Tensor, start: int, first: int, window: int | None, valid: Tensor | None) -> None:
     """Set to -inf what a query may not see: the future, what left the window, and padding."""
     length, span = scores.shape[-2:]
-    own = start - first
-    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu_(1)
-    scores[..., own:].masked_fill_(future, -torch.inf)
+    scores[..., start - first :].masked_fill_(future, -torch.inf)
     if window is not None:
         query = torch.arange(start, start + length, device=scores.device)[:, None]
         key = torch.arange(first, first + span, device=scores.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffkv_repro.attention_stats.blocks import blocked_attention
 from diffkv_repro.models.hf import AttentionCall, attention_layout, decoder_of, intercept_attention
 
-_BLOCK = {False: 128, True: 512}
+_BLOCK = {False: 128, True: 1024}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def collect(
     computed twice and the full tokens x tokens matrix never exists. The model is left as it was found.
     ``attention_mask`` [sequences, tokens] is 0 at left padding. ``rows`` are query positions whose whole
     score row is kept; negative ones count from the end. ``block`` queries are looked at together: 128 on a CPU
-    and 512 on CUDA by default, where launches cost more than memory.
+    and 1024 on CUDA by default, where launches cost more than memory.
 
     Raises ValueError for fewer than two tokens, more than the model's context, or a bad mask, block or row;
     UnsupportedAttention (with the reason) for a layout that cannot be watched.
@@ -101,21 +101,24 @@ def collect(
 
 
 def _labelled(layers: dict[int, dict[str, Tensor]], valid: Tensor, rows: tuple[int, ...], group: int) -> AttentionStats:
-    present = xr.DataArray(valid.numpy(), dims=("sequence", "token"))
+    present = None if bool(valid.all()) else xr.DataArray(valid.numpy(), dims=("sequence", "token"))
 
     def stacked(name: str, *dims: str) -> xr.DataArray:
         values = torch.stack([layers[index][name] for index in sorted(layers)], dim=1).cpu().numpy()
-        return xr.DataArray(values, dims=("sequence", "layer", *dims), name=name).where(present)
+        return shown_where(xr.DataArray(values, dims=("sequence", "layer", *dims), name=name))
+
+    def shown_where(array: xr.DataArray) -> xr.DataArray:
+        return array if present is None else array.where(present)
 
     shown = stacked("rows", "head", "query", "token").assign_coords(query=list(rows))
     asked = xr.DataArray(valid.numpy()[:, list(rows)], dims=("sequence", "query"), coords={"query": list(rows)})
     remaining = valid.flip(1).cumsum(dim=1).flip(1) - 1
     return AttentionStats(
         received=stacked("received", "head", "token"),
-        later=xr.DataArray(remaining.numpy(), dims=("sequence", "token"), name="later").where(present),
+        later=shown_where(xr.DataArray(remaining.numpy(), dims=("sequence", "token"), name="later")),
         key_norm=stacked("key_norm", "kv_head", "token"),
         value_norm=stacked("value_norm", "kv_head", "token"),
-        rows=shown.where(asked),
+        rows=shown if present is None else shown.where(asked),
         group=group,
     )
 
