@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from pandas.io.formats.style import Styler
 
 from diffkv_repro.core.files import atomic_path
 from diffkv_repro.core.paths import project_root
@@ -96,7 +97,7 @@ class Study:
             (self.folder / f"{figure}.png").unlink(missing_ok=True)
         return plot
 
-    def check(self) -> pd.DataFrame:
+    def check(self) -> Styler:
         """The verdict on every claim of this notebook as a table; raises ClaimFailed if one fails."""
         judged = judge_all(self.figures.values(), self.folder, self.root, run=os.environ.get("DIFFKV_REPRO_RUN"))
         failed = [judgement for judgement in judged if judgement.verdict == "fail"]
@@ -117,7 +118,9 @@ class Study:
         ]
         summary = ", ".join(f"{count} {verdict}" for verdict, count in tally(judged).items())
         with pd.option_context("display.max_colwidth", None):
-            return pd.DataFrame(rows).set_index("claim").style.set_caption(summary)
+            table = pd.DataFrame(rows).set_index("claim").style.set_caption(summary)
+            left = [("text-align", "left"), ("vertical-align", "top")]
+            return table.set_table_styles([{"selector": "th, td, caption", "props": left}])
 
     def _known(self, figure: str) -> Figure:
         if figure not in self.figures:
