@@ -81,6 +81,16 @@ def test_the_blocked_attention_computes_what_the_model_computes(name):
     torch.testing.assert_close(blocked, own, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_depends_on_what_memory_held_before(name, monkeypatch):
+    model, input_ids, mask = MODELS[name](), ids_of(37, sequences=2), left_padded(37, [37, 21])
+    clean = collect(model, input_ids, attention_mask=mask, block=8)
+    fresh = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: fresh(*size, **options).fill_(torch.nan))
+    poisoned = collect(model, input_ids, attention_mask=mask, block=8)
+    np.testing.assert_array_equal(poisoned.received, clean.received)
+
+
 def test_nothing_is_said_of_padding():
     mask = left_padded(37, [37, 21])
     stats = collect(tiny_llama(), ids_of(37, sequences=2), attention_mask=mask, rows=(3, 30))
