@@ -42,8 +42,11 @@ TEMPLATE = go.layout.Template(
 
 
 def finish(figure: go.Figure, foot: str) -> go.Figure:
-    """Give ``figure`` the common look and a line at its foot that says where its numbers come from."""
-    figure.update_layout(template=TEMPLATE, width=SIZE[0], height=figure.layout.height or SIZE[1])
+    """Give ``figure`` the common look and a line at its foot that says where its numbers come from.
+
+    Its width is left open: on a page or in a notebook it fills what there is.
+    """
+    figure.update_layout(template=TEMPLATE, height=figure.layout.height or SIZE[1])
     margin = figure.layout.margin.b or TEMPLATE.layout.margin.b
     figure.update_layout(margin_b=margin)
     figure.add_annotation(
@@ -70,7 +73,9 @@ def ensure_script(folder: Path) -> None:
 
 def html_page(name: str, figure: go.Figure) -> bytes:
     """The figure as a page of its own that reads plotly.js from its folder."""
-    page = figure.to_html(include_plotlyjs="directory", full_html=True, div_id=name, config={"displaylogo": False})
+    page = figure.to_html(
+        include_plotlyjs="directory", full_html=True, div_id=name, config={"displaylogo": False, "responsive": True}
+    )
     return page.encode()
 
 
