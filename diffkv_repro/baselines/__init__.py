@@ -16,6 +16,7 @@ BASELINES = {
     "pyramidkv": ("pyramidkv", "PyramidKV"),
     "duoattention": ("duoattention", "DuoAttention"),
     "quest": ("quest", "Quest"),
+    "threshold": ("budgets", "Threshold"),
     "equal-budget": ("budgets", "EqualBudget"),
     "coverage": ("budgets", "Coverage"),
 }

@@ -1,11 +1,14 @@
-"""Two other ways to spend a pruning budget, on the same significance: the arms of DiffKV Figure 9.
+"""Ways to spend a pruning budget, on the same significance: the arms of DiffKV Figure 9.
 
-``EqualBudget`` is the paper's "static" arm: every KV head keeps the same share. ``Coverage`` is ours: every head keeps
-the fewest tokens that hold a share of its significance, so that budgets differ between heads without a threshold.
-Both prune the prompt only, as SnapKV does.
+``Threshold`` is the paper's "dynamic" arm: alpha over position or length decides in every head. ``EqualBudget`` is
+its "static" arm: every KV head keeps the same share. ``Coverage`` is ours: every head keeps the fewest tokens that
+hold a share of its significance, so that budgets differ between heads without a threshold. All three prune the
+prompt only, as SnapKV does, so that nothing but the spending differs.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from diffkv_repro.core.precision import Precision
 
 @dataclass(frozen=True)
 class _Budget(Method):
-    """What both arms share: FP16, the ``window`` most recent tokens of the prompt always kept."""
+    """What the arms share: FP16, the ``window`` most recent tokens of the prompt always kept."""
 
     window: int = 64
     significance: Significance = field(default_factory=Significance)
@@ -34,8 +37,54 @@ class _Budget(Method):
         return TieredLayer(place, _BudgetRule(self), storage=storage)
 
     def kept(self, significance: Tensor, eligible: Tensor) -> Tensor:
-        """Tokens to keep beside the window, bool like ``significance``; only where ``eligible``."""
+        """Which of the ``eligible`` tokens to keep, bool like ``significance`` [batch, kv_heads, tokens]."""
         raise NotImplementedError
+
+    def fitted(self, prompts: Sequence[PromptAttention], share: float) -> Self:
+        """The same method with its parameter such that ``share`` of all tokens of ``prompts`` is pruned."""
+        raise NotImplementedError
+
+    def outside_window(self, prompt: PromptAttention, padding: Tensor) -> Tensor:
+        """[batch, 1, tokens]: tokens that may be pruned."""
+        column = torch.arange(prompt.tokens, device=padding.device)
+        return ((column >= padding[:, None]) & (column < prompt.tokens - self.window))[:, None]
+
+
+@dataclass(frozen=True)
+class Threshold(_Budget):
+    """Each KV head keeps the tokens whose significance is at least ``alpha`` / ``divisor``."""
+
+    alpha: float = 0.02
+    divisor: Literal["position", "length"] = "position"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.divisor not in ("position", "length"):
+            raise ValueError(f"divisor is {self.divisor!r}; allowed are position, length")
+
+    @property
+    def label(self) -> str:
+        return f"threshold {self.alpha:.3g}/{self.divisor}"
+
+    def kept(self, significance: Tensor, eligible: Tensor) -> Tensor:
+        return self._scaled(significance, eligible) >= self.alpha
+
+    def fitted(self, prompts: Sequence[PromptAttention], share: float) -> Self:
+        values, tokens = [], 0
+        for prompt in prompts:
+            significance = self.significance.of_prompt(prompt)
+            eligible = self.outside_window(prompt, _padding(prompt)).expand_as(significance)
+            values.append(self._scaled(significance, eligible)[eligible])
+            tokens += significance.numel() - int(_padding(prompt).sum()) * significance.shape[1]
+        ordered = torch.cat(values).sort().values
+        return replace(self, alpha=float(ordered[min(round(share * tokens), len(ordered) - 1)]))
+
+    def _scaled(self, significance: Tensor, eligible: Tensor) -> Tensor:
+        """Significance times what alpha is divided by."""
+        columns = eligible.shape[-1]
+        first = eligible.int().argmax(dim=-1, keepdim=True)  # of the sequence: what is before it is padding
+        column = torch.arange(columns, device=significance.device)
+        return significance * ((column - first + 1).clamp_min(1) if self.divisor == "position" else columns - first)
 
 
 @dataclass(frozen=True)
@@ -51,14 +100,18 @@ class EqualBudget(_Budget):
 
     @property
     def label(self) -> str:
-        return f"equal budget {self.keep:.0%}"
+        return f"equal budget {100 * self.keep:.3g} %"
 
     def kept(self, significance: Tensor, eligible: Tensor) -> Tensor:
-        rank = significance.masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
+        order = significance.masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+        rank = order.argsort(dim=-1)
         older = eligible.sum(dim=-1, keepdim=True)
         recent = self.window * (older > 0)
         budget = ((older + recent) * self.keep).round() - recent
         return rank < budget
+
+    def fitted(self, prompts: Sequence[PromptAttention], share: float) -> Self:
+        return replace(self, keep=1 - share)
 
 
 @dataclass(frozen=True)
@@ -74,14 +127,26 @@ class Coverage(_Budget):
 
     @property
     def label(self) -> str:
-        return f"coverage {self.mass:.1%}"
+        return f"coverage {100 * self.mass:.4g} %"
 
     def kept(self, significance: Tensor, eligible: Tensor) -> Tensor:
         weight = significance.masked_fill(~eligible, 0)
-        ordered, order = weight.sort(dim=-1, descending=True)
+        ordered, order = weight.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
         chosen = before < self.mass * weight.sum(dim=-1, keepdim=True)
         return torch.zeros_like(chosen).scatter(-1, order, chosen)
+
+    def fitted(self, prompts: Sequence[PromptAttention], share: float) -> Self:
+        known = [
+            (self.significance.of_prompt(prompt), self.outside_window(prompt, _padding(prompt))) for prompt in prompts
+        ]
+        tokens = sum(s.numel() - int(_padding(p).sum()) * s.shape[1] for (s, _), p in zip(known, prompts, strict=True))
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            middle = replace(self, mass=(low + high) / 2)
+            pruned = sum(int((~middle.kept(s, e.expand_as(s)) & e).sum()) for s, e in known)
+            low, high = (middle.mass, high) if pruned > share * tokens else (low, middle.mass)
+        return replace(self, mass=high)
 
 
 class _BudgetRule(TierRule):
@@ -92,8 +157,12 @@ class _BudgetRule(TierRule):
 
     def prompt(self, prompt: PromptAttention, padding: Tensor) -> Tensor:
         significance = self._method.significance.of_prompt(prompt)
-        column = torch.arange(prompt.tokens, device=significance.device)
-        window = column >= prompt.tokens - self._method.window
-        eligible = (column >= padding[:, None])[:, None] & ~window
-        kept = (self._method.kept(significance, eligible.expand_as(significance)) & eligible) | window
+        eligible = self._method.outside_window(prompt, padding).expand_as(significance)
+        kept = self._method.kept(significance, eligible) | ~eligible
         return torch.where(kept, 0, DROPPED).to(torch.int8)
+
+
+def _padding(prompt: PromptAttention) -> Tensor:
+    if prompt.padding is not None:
+        return prompt.padding
+    return torch.zeros(prompt.call.key.shape[0], dtype=torch.long, device=prompt.call.key.device)

@@ -38,7 +38,8 @@ class Method(ABC):
         """The cache of one layer with full attention."""
 
     def check(self, layout: AttentionLayout) -> None:
-        """Raise ValueError where the parameters do not fit a model."""
+        """Raise ValueError where the parameters do not fit a model; by default all do."""
+        del layout
 
     def plan(self, layout: AttentionLayout) -> list[str]:
         """What happens to each layer, in words."""

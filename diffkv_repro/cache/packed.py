@@ -1,5 +1,6 @@
 """``PackedStore``: codes, scales and scores as the bytes they are, and a map that says where each token's are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,22 +58,31 @@ class PackedStore(TokenStore):
         return dense.transpose(-1, -2)
 
     def append(self, key: Tensor, value: Tensor, tier: Tensor | int) -> None:
-        batch, kv_heads, count, _ = key.shape
         if isinstance(tier, int):
-            tier = torch.full((batch, kv_heads, count), tier, dtype=torch.int8, device=self.device)
-        start, self.columns = self.columns, self.columns + count
-        missing = self._reserved_columns() - self._map.shape[2]
-        self._map = torch.nn.functional.pad(self._map, (0, missing), value=-1)
+            self.append_encoded(self.encode(key, value, tier), tier)
+            return
+        start = self._extend(key.shape[2])
         for index in range(len(self._pools)):
             chosen = tier == index
-            slots = self._write(index, key[chosen], value[chosen])
-            self._map[:, :, start : self.columns][chosen] = self._encoded(slots, index)
+            slots = self._write(index, *self._encoded_rows(index, key[chosen], value[chosen]))
+            self._map[:, :, start : self.columns][chosen] = self._entry(slots, index)
+
+    def encode(self, key: Tensor, value: Tensor, tier: int) -> tuple[Tensor, ...]:
+        parts = self._encoded_rows(tier, key.flatten(0, 2), value.flatten(0, 2))
+        return tuple(part.unflatten(0, key.shape[:3]) for part in parts)
+
+    def append_encoded(self, parts: Sequence[Tensor], tier: int) -> None:
+        shape = parts[0].shape[:3]
+        start = self._extend(shape[2])
+        slots = self._write(tier, *(part.flatten(0, 2) for part in parts))
+        self._map[:, :, start : self.columns] = self._entry(slots, tier).view(shape)
 
     def retier(self, column: Tensor, tier: Tensor, where: Tensor) -> None:
-        if not bool(where.any()):
+        selected = where.nonzero(as_tuple=True)
+        if not len(selected[0]):
             return
-        row, head = where.nonzero(as_tuple=True)
-        at, new = column[row, head], tier[row, head]
+        row, head = selected[:2]
+        at, new = column[selected], tier[selected]
         old = self._map[row, head, at]
         moved = []
         for index, pool in enumerate(self._pools):
@@ -85,9 +95,9 @@ class PackedStore(TokenStore):
         key, value, scores = self._joined(len(old), moved)
         for index, pool in enumerate(self._pools):
             chosen = new == index
-            slots = self._write(index, key[chosen], value[chosen])
+            slots = self._write(index, *self._encoded_rows(index, key[chosen], value[chosen]))
             pool.scores[slots] = scores[chosen]
-            entry[chosen] = self._encoded(slots, index)
+            entry[chosen] = self._entry(slots, index)
         self._map[row, head, at] = entry
 
     def add_scores(self, scores: Tensor) -> None:
@@ -118,7 +128,7 @@ class PackedStore(TokenStore):
             taken = self._slots_of_pool(pool, len(slots))
             for new, source in zip(pool.tensors(), old.tensors(), strict=True):
                 new[taken] = source[slots]
-            fresh[chosen] = self._encoded(taken, index)
+            fresh[chosen] = self._entry(taken, index)
         self._map = fresh
         self._recount()
 
@@ -134,19 +144,29 @@ class PackedStore(TokenStore):
     def _slots(self, entry: Tensor) -> Tensor:
         return (entry // len(self._pools)).long()
 
-    def _encoded(self, slots: Tensor, tier: int) -> Tensor:
+    def _entry(self, slots: Tensor, tier: int) -> Tensor:
         return (slots * len(self._pools) + tier).to(torch.int32)
 
-    def _write(self, tier: int, key: Tensor, value: Tensor) -> Tensor:
-        """Encode rows into free records of a pool, with scores of 0; returns their slots."""
+    def _extend(self, count: int) -> int:
+        start = self.columns
+        self.columns += count
+        missing = self._reserved_columns() - self._map.shape[2]
+        self._map = torch.nn.functional.pad(self._map, (0, missing), value=-1)
+        return start
+
+    def _encoded_rows(self, tier: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        keys, values = self.codecs[tier]
+        return (*keys.encode(key), *values.encode(value))
+
+    def _write(self, tier: int, *parts: Tensor) -> Tensor:
+        """Put encoded rows into free records of a pool, with scores of 0; returns their slots."""
         before = self._reserved[tier]
-        self._take(tier, len(key))
+        self._take(tier, len(parts[0]))
         pool = self._pools[tier]
         pool.grow(self._reserved[tier] - before)
-        slots = self._slots_of_pool(pool, len(key))
-        keys, values = self.codecs[tier]
-        pool.key_codes[slots], pool.key_params[slots] = keys.encode(key)
-        pool.value_codes[slots], pool.value_params[slots] = values.encode(value)
+        slots = self._slots_of_pool(pool, len(parts[0]))
+        for stored, part in zip(pool.tensors(), parts, strict=False):
+            stored[slots] = part
         pool.scores[slots] = 0
         return slots
 

@@ -1,5 +1,7 @@
 """``SimulatedStore``: dequantised values instead of bytes; quicker, for accuracy sweeps."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,43 +28,50 @@ class SimulatedStore(TokenStore):
         return self._scores[..., : self.columns]
 
     def append(self, key: Tensor, value: Tensor, tier: Tensor | int) -> None:
-        start, stop = self.columns, self.columns + key.shape[2]
-        self._grow(stop)
-        self.columns = stop
         if isinstance(tier, int):
-            self._tier[:, :, start:stop] = tier
-            if tier == DROPPED:
-                return
-            keys, values = self.codecs[tier]
-            self._key[:, :, start:stop] = keys.round_trip(key, self.dtype)
-            self._value[:, :, start:stop] = values.round_trip(value, self.dtype)
-            self._take(tier, key[..., 0].numel())
+            self.append_encoded(self.encode(key, value, tier), tier)
             return
-        self._tier[:, :, start:stop] = tier
+        start = self._extend(key.shape[2])
+        self._tier[:, :, start : self.columns] = tier
         for index, (keys, values) in enumerate(self.codecs):
-            chosen = tier == index
-            self._key[:, :, start:stop][chosen] = keys.round_trip(key[chosen], self.dtype)
-            self._value[:, :, start:stop][chosen] = values.round_trip(value[chosen], self.dtype)
-            self._take(index, int(chosen.sum()))
+            chosen = (tier == index).nonzero(as_tuple=True)
+            at = (*chosen[:2], chosen[2] + start)
+            self._key[at] = keys.round_trip(key[chosen], self.dtype)
+            self._value[at] = values.round_trip(value[chosen], self.dtype)
+            self._take(index, len(chosen[0]))
+
+    def encode(self, key: Tensor, value: Tensor, tier: int) -> tuple[Tensor, ...]:
+        keys, values = self.codecs[tier]
+        return keys.round_trip(key, self.dtype), values.round_trip(value, self.dtype)
+
+    def append_encoded(self, parts: Sequence[Tensor], tier: int) -> None:
+        key, value = parts
+        start = self._extend(key.shape[2])
+        self._tier[:, :, start : self.columns] = tier
+        self._key[:, :, start : self.columns], self._value[:, :, start : self.columns] = key, value
+        self._take(tier, key[..., 0].numel())
 
     def retier(self, column: Tensor, tier: Tensor, where: Tensor) -> None:
-        if not bool(where.any()):
+        chosen = where.nonzero(as_tuple=True)
+        if not len(chosen[0]):
             return
-        row, head = where.nonzero(as_tuple=True)
-        at, new = column[row, head], tier[row, head]
+        row, head = chosen[:2]
+        at, new = column[chosen], tier[chosen]
         old = self._tier[row, head, at]
         key, value = self._key[row, head, at], self._value[row, head, at]
         fresh_key, fresh_value = torch.zeros_like(key), torch.zeros_like(value)
-        for index, (keys, values) in enumerate(self.codecs):
-            chosen = new == index
-            fresh_key[chosen] = keys.round_trip(key[chosen], self.dtype)
-            fresh_value[chosen] = values.round_trip(value[chosen], self.dtype)
-            self._give(index, int((old == index).sum()))
+        members = [(new == index).nonzero().flatten() for index in range(len(self.codecs))]
         for index in range(len(self.codecs)):
-            self._take(index, int((new == index).sum()))
+            self._give(index, int((old == index).sum()))
+        for index, ((keys, values), own) in enumerate(zip(self.codecs, members, strict=True)):
+            if len(own):
+                fresh_key[own] = keys.round_trip(key[own], self.dtype)
+                fresh_value[own] = values.round_trip(value[own], self.dtype)
+                self._take(index, len(own))
         self._key[row, head, at], self._value[row, head, at] = fresh_key, fresh_value
         self._tier[row, head, at] = new
-        self._scores[row, head, :, at] *= (new != DROPPED)[:, None]
+        if self.score_width:
+            self._scores[row, head, :, at] *= (new != DROPPED)[:, None]
 
     def add_scores(self, scores: Tensor) -> None:
         self._scores[..., : self.columns] += scores * (self.tier != DROPPED)[:, :, None]
@@ -79,14 +88,17 @@ class SimulatedStore(TokenStore):
     def tensors(self) -> list[Tensor]:
         return []
 
-    def _grow(self, columns: int) -> None:
-        """Room for ``columns``, by halves, so that appending one by one stays linear."""
-        extra = columns - self._tier.shape[2]
+    def _extend(self, count: int) -> int:
+        """``count`` more columns; returns the first. Room grows by halves, so appending one by one stays linear."""
+        start = self.columns
+        self.columns += count
+        extra = self.columns - self._tier.shape[2]
         if extra <= 0:
-            return
-        extra = max(extra, self._tier.shape[2] // 2, 64) if self.columns else extra
+            return start
+        extra = max(extra, self._tier.shape[2] // 2, 64) if start else extra
         pad = torch.nn.functional.pad
         self._tier = pad(self._tier, (0, extra), value=DROPPED)
         self._scores = pad(self._scores, (0, extra))
         self._key = pad(self._key, (0, 0, 0, extra))
         self._value = pad(self._value, (0, 0, 0, extra))
+        return start

@@ -40,8 +40,8 @@ class TokenStore(ABC):
         self.shape = (batch, kv_heads, head_dim)
         self.precisions = tuple(precisions)
         self.codecs = [
-            (VectorCodec(head_dim, p.key_bits, p.key_groups, half), VectorCodec(head_dim, p.value_bits, p.value_groups, half))
-            for p in self.precisions
+            tuple(VectorCodec(head_dim, bits, groups, half) for bits, groups in _halves(precision))
+            for precision in self.precisions
         ]
         self.score_width = score_width
         self.dtype = dtype
@@ -65,11 +65,19 @@ class TokenStore(ABC):
         """Store ``key``, ``value`` [batch, kv_heads, n, head_dim] in new columns at ``tier`` [batch, kv_heads, n]."""
 
     @abstractmethod
-    def retier(self, column: Tensor, tier: Tensor, where: Tensor) -> None:
-        """Store one token of each head anew at another tier, or drop it.
+    def encode(self, key: Tensor, value: Tensor, tier: int) -> tuple[Tensor, ...]:
+        """What :meth:`append_encoded` takes: many tokens made ready at once, each [batch, kv_heads, n, ...]."""
 
-        ``column``, ``tier``, ``where`` [batch, kv_heads]; heads where ``where`` is False are left alone. The new codes
-        are made from the old dequantised values, the original ones being gone (DiffKV section 5.2).
+    @abstractmethod
+    def append_encoded(self, parts: Sequence[Tensor], tier: int) -> None:
+        """Store tokens that :meth:`encode` has made ready, in new columns."""
+
+    @abstractmethod
+    def retier(self, column: Tensor, tier: Tensor, where: Tensor) -> None:
+        """Store one token of each head, or several different ones, anew at another tier, or drop them.
+
+        ``column``, ``tier``, ``where`` are [batch, kv_heads] or [batch, kv_heads, m]; where ``where`` is False nothing
+        happens. The new codes are made from the old dequantised values, the original ones being gone.
         """
 
     @abstractmethod
@@ -134,6 +142,10 @@ class TokenStore(ABC):
         """After the sequences changed: pools hold what is there, in whole chunks."""
         self._used = [int((self.tier == index).sum()) for index in range(len(self.precisions))]
         self._reserved = [-(-used // CHUNK) * CHUNK for used in self._used]
+
+
+def _halves(precision: Precision) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (precision.key_bits, precision.key_groups), (precision.value_bits, precision.value_groups)
 
 
 def make_store(storage: str, **shape) -> TokenStore:

@@ -1,7 +1,7 @@
 """``TieredLayer``: tokens at different precisions or dropped, as a rule decides, in prompt and generation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,12 +27,16 @@ class Move:
     where: Tensor
 
 
+_MOVE = ("column", "tier", "where")
+
+
 class TierRule(ABC):
     """Which tier each token belongs to. A rule keeps no state of a request: the store and ``Step`` have it all.
 
     ``precisions`` are the tiers. ``score_width`` is how many running scores a stored token carries: 0, 1 (the maximum
     over the query heads of its KV head, step by step) or the number of query heads of a KV head.
-    ``own_score`` says whether the score a token gives itself counts. ``decides`` is False for rules that leave
+    ``own_score`` says whether the score a token gives itself counts. ``newcomer`` is the tier of a token as it enters
+    in generation. ``decides`` is False for rules that leave
     stored tokens alone in generation, so that many new tokens can be taken in at once.
     """
 
@@ -40,6 +44,7 @@ class TierRule(ABC):
     score_width: int = 0
     own_score: bool = False
     decides: bool = False
+    newcomer: int = 0
 
     @abstractmethod
     def prompt(self, prompt: PromptAttention, padding: Tensor) -> Tensor:
@@ -50,12 +55,8 @@ class TierRule(ABC):
         return None
 
     def step(self, step: "Step") -> Iterable[Move]:
-        """What happens to stored tokens before the next one enters."""
+        """What happens to stored tokens before the next one enters; the moves are of different tokens."""
         return ()
-
-    def newcomer(self, columns: int) -> int:
-        """Tier of a token as it enters in generation."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,22 @@ class TieredLayer(LayerCache):
     def decode(self, call: AttentionCall, rows: Rows) -> Tensor:
         count = call.query.shape[2]
         self.reads += count
+        store, first = self.store, self.store.columns
+        tier = self.rule.newcomer
+        encoded = store.encode(self._forward(call.key, rows.positions[:, first:]), call.value, tier)
         if not self.rule.decides and self.rule.score_width == 0:
-            return self._advance(call, rows)
-        first = rows.positions.shape[1] - count
+            store.append_encoded(encoded, tier)
+            return self._attended(call, rows)
         outputs = []
         for index in range(count):
+            # Decide, store, attend, score: in this order, as the released DiffKV code does.
+            self._decide(rows)
+            store.append_encoded([part[:, :, index : index + 1] for part in encoded], tier)
             one = AttentionCall(
                 call.layer, *(t[:, :, index : index + 1] for t in (call.query, call.key, call.value)),
                 call.scale, call.window, call.softcap,
             )  # fmt: skip
-            outputs.append(self._advance(one, Rows(rows.padding, rows.positions[:, : first + index + 1])))
+            outputs.append(self._attended(one, Rows(rows.padding, rows.positions[:, : first + index + 1])))
         return torch.cat(outputs, dim=2) if count > 1 else outputs[0]
 
     def kv_bytes(self, rows: Rows) -> KVBytes:
@@ -135,29 +142,30 @@ class TieredLayer(LayerCache):
     def tensors(self) -> list[Tensor]:
         return self.store.tensors()
 
-    def _advance(self, call: AttentionCall, rows: Rows) -> Tensor:
-        """Decide, store, attend, score: in this order (as the released DiffKV code does)."""
+    def _decide(self, rows: Rows) -> None:
+        """Let the rule change stored tokens, all its moves in one go."""
+        if not self.rule.decides:
+            return
+        store = self.store
+        tier = store.tier
+        step = Step(store.columns, self._prompt_columns, tier, store.scores, self._padding(rows, len(tier)))
+        moves = list(self.rule.step(step))
+        if moves:
+            store.retier(*(torch.stack([getattr(m, name) for m in moves], dim=-1) for name in _MOVE))
+
+    def _attended(self, call: AttentionCall, rows: Rows) -> Tensor:
+        """Attention of the newest tokens over the store, and the scores that come of it."""
         store, rule = self.store, self.rule
-        batch, _, count, _ = call.query.shape
-        if rule.decides:
-            step = Step(
-                store.columns, self._prompt_columns, store.tier, store.scores, self._padding(rows, batch)
-            )  # fmt: skip
-            for move in rule.step(step):
-                store.retier(move.column, move.tier, move.where)
-        new = rows.positions[:, store.columns : store.columns + count]
-        store.append(self._forward(call.key, new), call.value, rule.newcomer(store.columns))
         key, value = store.view()
         if self._transform is not None:
             key = self._transform.inverse(key, rows.positions)
-        tier = store.tier
-        output, weights = attend(call, key, value, tier != DROPPED)
+        output, weights = attend(call, key, value, store.tier != DROPPED)
         if rule.score_width:
             scores = weights[:, :, :, 0]
             if rule.score_width == 1:
                 scores = scores.amax(dim=2, keepdim=True)
             if not rule.own_score:
-                scores = torch.nn.functional.pad(scores[..., :-1], (0, 1))
+                scores[..., -1] = 0
             store.add_scores(scores)
         return output
 
@@ -186,5 +194,3 @@ def smallest(values: Tensor, among: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     masked = torch.where(among, values, torch.inf)
     value, index = masked.min(dim=-1)
     return index, value, among.any(dim=-1)
-
-

@@ -36,7 +36,7 @@ class CompressionPolicy(Method):
 
     - ``window``: so many recent tokens stay in the first tier; a prompt no longer than it is left alone.
     - ``significance``: over which queries (section 4: all later ones; released code: the last 64, own score included).
-    - ``prompt_divisor``: alpha over the token's ``position`` i (section 4) or over the ``length`` N (section 7.2, code).
+    - ``prompt_divisor``: alpha over the token's ``position`` i (section 4) or the ``length`` N (section 7.2, code).
     - ``decode``: ``algorithm-1`` (candidate and victim) or ``two-minimum`` (released code, two tiers).
     - ``decode_divisor``: ``length`` N, the new token included (Algorithm 1), or its ``position`` N - 1 (code).
     - ``group_max``: the maximum over query heads ``of-means`` (section 4; one running sum a query head) or

@@ -46,7 +46,7 @@ class PolicyRule(TierRule):
         return sums if self.score_width == sums.shape[2] else sums.amax(dim=2, keepdim=True)
 
     def classify(self, significance: Tensor, divisor: Tensor) -> Tensor:
-        """Tier int8 of ``significance`` [batch, kv_heads, ...] against alpha / ``divisor`` (same rank, or 1 where equal).
+        """Tier int8 of ``significance`` [batch, kv_heads, ...] against alpha / ``divisor`` (of the same rank).
 
         Above a tier's threshold a token is in that tier; exactly at the last one it still is (section 4: low is the
         closed interval).

@@ -113,8 +113,8 @@ def take_over(cache: Cache, layers: list[CacheLayer]) -> None:
     """Put ``layers`` in place of those of ``cache``. Raises ValueError where it holds tokens or has a fixed shape."""
     if not isinstance(cache, DynamicCache) or cache.get_seq_length():
         raise ValueError(
-            f"the model was given a {type(cache).__name__} with {cache.get_seq_length()} tokens; inside compress() only "
-            "a new, empty DynamicCache (or none) can be turned into a compressed cache"
+            f"the model was given a {type(cache).__name__} with {cache.get_seq_length()} tokens; inside compress() "
+            "only a new, empty DynamicCache (or none) can be turned into a compressed cache"
         )
     cache.layers = layers
     cache.layer_class_to_replicate = None

@@ -46,7 +46,7 @@ def key_biases(model: PreTrainedModel) -> list[Tensor | None]:
     found: dict[int, Tensor | None] = {}
     for module in decoder_of(model).modules():
         index = getattr(module, "layer_idx", None)
-        if index is None or not hasattr(module, "q_proj") and not hasattr(module, "qkv_proj"):
+        if index is None or not any(hasattr(module, name) for name in ("q_proj", "qkv_proj")):
             continue
         projection = getattr(module, "k_proj", None)
         if not isinstance(projection, nn.Linear):

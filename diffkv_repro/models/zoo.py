@@ -31,7 +31,8 @@ class LoadedModel:
     """A causal language model in evaluation mode, its tokenizer, and what identifies it.
 
     ``name`` is what it was asked for by, without the folders of a path.
-    ``precision`` says in words what the weights are; ``fingerprint`` changes when the weights do.
+    ``precision`` says in words what the weights are; ``fingerprint`` changes when the weights do. ``source`` is what
+    :func:`load_model` would take to load it again, None for a model that is not on disk.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LoadedModel:
     layout: AttentionLayout
     precision: str
     fingerprint: str
+    source: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +88,7 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
         layout=layout,
         precision=precision if precision and dtype == torch.float32 else f"{precision or 'as published'}, in {kept}",
         fingerprint=_fingerprint(source, config),
+        source=name,
     )
 
 
@@ -112,6 +115,7 @@ def untrained_twin(loaded: LoadedModel, *, seed: int = 0, sharpness: float = 4.0
         name=f"untrained twin of {loaded.name}",
         model=model,
         precision="random",
+        source=None,
         fingerprint=f"random:{seed}:{sharpness}:{hashlib.sha256(loaded.model.config.to_json_string().encode()).hexdigest()[:16]}",
     )
 

@@ -1,0 +1,1 @@
+"""How good a compressed cache is: teacher-forced scores, generation tasks, lm-eval."""

@@ -1,0 +1,175 @@
+"""Many methods on many texts: in batches, on all cores, each result kept on disk as soon as it is there."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import pandas as pd
+import torch
+from rich.progress import track
+
+from diffkv_repro.cache import FullPrecision, Method
+from diffkv_repro.core.files import write_text
+from diffkv_repro.core.provenance import package_versions
+from diffkv_repro.evaluation.intervals import Interval, mean_interval
+from diffkv_repro.evaluation.teacher_forced import Scored, score
+from diffkv_repro.models import load_model
+from diffkv_repro.models.zoo import LoadedModel
+from diffkv_repro.workloads.windows import Window
+
+_SOURCES = ("attention_stats", "baselines", "cache", "core", "diffkv", "evaluation", "models")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One batch of texts and the methods that have no result for it yet."""
+
+    input_ids: torch.Tensor
+    labels: tuple[str, ...]
+    methods: tuple[Method, ...]
+    paths: tuple[Path, ...]
+    prompt_tokens: int
+    storage: str
+
+
+def compare(
+    loaded: LoadedModel,
+    windows: Sequence[Window],
+    methods: Sequence[Method],
+    folder: Path,
+    *,
+    prompt_tokens: int,
+    storage: str = "simulated",
+    batch: int = 6,
+    workers: int | None = None,
+) -> pd.DataFrame:
+    """Score every method on every window: a row each, with columns of :class:`Scored`, ``window``, ``method``,
+    ``added_nll`` (over FP16 on the same window, which is always among the methods).
+
+    What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches on
+    a CPU (all cores by default): threads that share the small matrices of a decoding step get in each other's way.
+    """
+    wanted = [FullPrecision(), *(method for method in methods if not isinstance(method, FullPrecision))]
+    labels = [method.label for method in wanted]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"two methods have the same label: {', '.join(sorted(labels))}")
+    groups = [list(windows[start : start + batch]) for start in range(0, len(windows), batch)]
+    paths = {
+        (index, method.label): Path(folder) / f"{_key(loaded, group, method, prompt_tokens, storage)}.json"
+        for index, group in enumerate(groups)
+        for method in wanted
+    }
+    jobs = []
+    for index, group in enumerate(groups):
+        missing = [method for method in wanted if _read(paths[index, method.label]) is None]
+        if missing:
+            ids = torch.cat([window.input_ids for window in group])
+            names = tuple(window.label for window in group)
+            targets = tuple(paths[index, method.label] for method in missing)
+            jobs.append(_Job(ids, names, tuple(missing), targets, prompt_tokens, storage))
+    for _ in track(_work(loaded, jobs, workers), description="texts", total=len(jobs), disable=not jobs):
+        pass
+    rows = [
+        {"window": window.label, "method": method.label, **item}
+        for index, group in enumerate(groups)
+        for method in wanted
+        for window, item in zip(group, _read(paths[index, method.label]), strict=True)
+    ]
+    table = pd.DataFrame(rows)
+    full = table[table["method"] == FullPrecision().label].set_index("window")["nll"]
+    table["added_nll"] = table["nll"] - table["window"].map(full)
+    return table
+
+
+def summarise(table: pd.DataFrame, column: str, *, seed: int = 0) -> dict[str, Interval]:
+    """Mean of ``column`` by method with its interval over texts, in the order of the table."""
+    return {
+        method: mean_interval(own[column].to_numpy(), seed=seed) for method, own in table.groupby("method", sort=False)
+    }
+
+
+def difference(table: pd.DataFrame, column: str, first: str, second: str, *, seed: int = 0) -> Interval:
+    """Mean over texts of ``first`` minus ``second``, paired by text."""
+    wide = table.pivot(index="window", columns="method", values=column)
+    return mean_interval((wide[first] - wide[second]).to_numpy(), seed=seed)
+
+
+def _work(loaded: LoadedModel, jobs: list[_Job], workers: int | None) -> Iterator[None]:
+    on_cpu = loaded.device.type == "cpu"
+    count = min(workers or (len(os.sched_getaffinity(0)) if on_cpu else 1), len(jobs))
+    if count <= 1 or loaded.source is None or not on_cpu:
+        for job in jobs:
+            _run(loaded.model, job)
+            yield
+        return
+    # Spawned, not forked: a fork of a process with running threads can hang in any lock that one of them held.
+    arguments = (loaded.source, str(loaded.model.dtype).removeprefix("torch."), os.getpid())
+    with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, arguments) as pool:
+        for finished in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
+            finished.result()
+            yield
+
+
+def _start_worker(source: str, dtype: str, parent: int) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    _model_of_worker(source, dtype)
+
+
+def _die_with(parent: int) -> None:
+    """A worker whose notebook was killed would otherwise wait for its next job for ever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+_worker: dict[str, torch.nn.Module] = {}
+
+
+def _model_of_worker(source: str, dtype: str) -> None:
+    _worker["model"] = load_model(source, device="cpu", dtype=getattr(torch, dtype)).model
+
+
+def _run_in_worker(job: _Job) -> None:
+    _run(_worker["model"], job)
+
+
+def _run(model, job: _Job) -> None:
+    """Score one batch; each method's results are written as they are there."""
+    results = score(model, job.input_ids, job.methods, prompt_tokens=job.prompt_tokens, storage=job.storage)
+    for path, method, scored in zip(job.paths, job.methods, results, strict=True):
+        document = {"method": repr(method), "windows": job.labels, "scored": [asdict(item) for item in scored]}
+        write_text(path, json.dumps(document) + "\n")
+
+
+def _read(path: Path) -> list[dict] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["scored"]
+        return [asdict(Scored(**item)) for item in found]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _key(loaded: LoadedModel, group: Sequence[Window], method: Method, prompt_tokens: int, storage: str) -> str:
+    versions = {name: version for name, version in package_versions().items() if name in ("torch", "transformers")}
+    what = [
+        loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), prompt_tokens, storage, versions,
+        _code_digest(),
+    ]  # fmt: skip
+    tokens = torch.cat([window.input_ids for window in group]).numpy().tobytes()
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens).hexdigest()[:24]
+
+
+@cache
+def _code_digest() -> str:
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for folder in _SOURCES for path in (package / folder).glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
