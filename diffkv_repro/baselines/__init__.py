@@ -1,4 +1,4 @@
-"""The methods that DiffKV is compared with, one a file, all behind the same :class:`~diffkv_repro.cache.method.Method`."""
+"""The methods that DiffKV is compared with, one a file, all a :class:`~diffkv_repro.cache.method.Method`."""
 
 from importlib import import_module
 

@@ -149,6 +149,32 @@ class Coverage(_Budget):
         return replace(self, mass=high)
 
 
+@dataclass(frozen=True)
+class AtShare(Method):
+    """``budget`` with its parameter fitted so that ``share`` of the tokens of the prompts at hand is pruned.
+
+    For comparisons at an equal share: thresholds prune different shares of different texts.
+    """
+
+    budget: _Budget
+    share: float
+    name: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"share is {self.share}; allowed are 0 to below 1")
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {100 * self.share:g} % pruned"
+
+    def fitted_to(self, prompts: Sequence[PromptAttention]) -> Method:
+        return self.budget.fitted(prompts, self.share)
+
+    def layer(self, place: Place, storage: str) -> LayerCache:
+        raise ValueError(f"{self.label}: fit it to prompts first, with fitted_to()")
+
+
 class _BudgetRule(TierRule):
     precisions = (Precision(16, 16),)
 

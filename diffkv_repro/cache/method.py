@@ -1,11 +1,13 @@
 """``Method``: a way to compress the KV cache, independent of any model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache.layer import FullLayer, LayerCache, Place
 from diffkv_repro.cache.tiered import KeepAll, TieredLayer
 from diffkv_repro.cache.transforms import BiasFree
@@ -40,6 +42,11 @@ class Method(ABC):
     def check(self, layout: AttentionLayout) -> None:
         """Raise ValueError where the parameters do not fit a model; by default all do."""
         del layout
+
+    def fitted_to(self, prompts: Sequence[PromptAttention]) -> "Method":
+        """The method to use on ``prompts`` (one a layer): itself, unless its parameters depend on them."""
+        del prompts
+        return self
 
     def plan(self, layout: AttentionLayout) -> list[str]:
         """What happens to each layer, in words."""

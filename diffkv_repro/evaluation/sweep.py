@@ -25,6 +25,7 @@ from diffkv_repro.models import load_model
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.windows import Window
 
+_WORTH_WORKERS = 20_000  # tokens times methods; a worker takes some ten seconds to start
 _SOURCES = ("attention_stats", "baselines", "cache", "core", "diffkv", "evaluation", "models")
 
 
@@ -105,7 +106,8 @@ def difference(table: pd.DataFrame, column: str, first: str, second: str, *, see
 def _work(loaded: LoadedModel, jobs: list[_Job], workers: int | None) -> Iterator[None]:
     on_cpu = loaded.device.type == "cpu"
     count = min(workers or (len(os.sched_getaffinity(0)) if on_cpu else 1), len(jobs))
-    if count <= 1 or loaded.source is None or not on_cpu:
+    tokens = sum(job.input_ids.numel() * len(job.methods) for job in jobs)
+    if count <= 1 or loaded.source is None or not on_cpu or tokens < _WORTH_WORKERS:
         for job in jobs:
             _run(loaded.model, job)
             yield

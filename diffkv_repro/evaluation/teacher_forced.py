@@ -92,7 +92,9 @@ def score(
     targets = prefilled.input_ids[:, prompt_tokens + 1 :]
     for method in methods:
         found, cache = (
-            (reference, full) if isinstance(method, FullPrecision) else continued(model, prefilled, method, storage)
+            (reference, full)
+            if isinstance(method, FullPrecision)
+            else continued(model, prefilled, method.fitted_to(prefilled.prompts), storage)
         )
         size, tokens = cache.kv_bytes(), dict(cache.tokens())
         yield [_scored(*row, size, tokens) for row in zip(found, reference, targets, strict=True)]

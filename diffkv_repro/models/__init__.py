@@ -8,6 +8,7 @@ from diffkv_repro.models.hf import (
     attention_layout,
     intercept_attention,
 )
+from diffkv_repro.models.rope import has_key_bias
 from diffkv_repro.models.shapes import SHAPES, ModelShape, shape_of
 from diffkv_repro.models.zoo import LoadedModel, ModelError, load_model, untrained_twin
 
@@ -21,6 +22,7 @@ __all__ = [
     "ModelShape",
     "UnsupportedAttention",
     "attention_layout",
+    "has_key_bias",
     "intercept_attention",
     "load_model",
     "shape_of",

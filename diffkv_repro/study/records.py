@@ -5,7 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 FORMAT = 1
 
@@ -46,6 +49,12 @@ class Record:
     def profile(self) -> str | None:
         """Profile of the run, as ``cpu``."""
         return self.provenance.get("profile")
+
+    def as_figure(self) -> "go.Figure":
+        """The figure that was drawn, to take traces from."""
+        import plotly.graph_objects as go  # slow to import, and only notebooks draw
+
+        return go.Figure(dict(self.plot))
 
 
 def record_path(folder: Path, figure: str) -> Path:

@@ -31,14 +31,17 @@ def load_texts(source: str) -> list[Document]:
     """All documents of a source, in a fixed order.
 
     ``prose``: the reference manual that ships with the interpreter, and its standard library's long module
-    and class docstrings. ``code``: the sources of that library. ``wikitext``: the first 1000 articles of
-    WikiText-103. ``hub:<data set>[:<config>]:<split>:<column>``: through ``datasets``. Anything else: a text file, or a
+    and class docstrings. ``code``: the sources of that library. ``dialogue``: that manual as questions and answers,
+    in the chat markup of SmolLM2 and Qwen. ``wikitext``: the first 1000 articles of WikiText-103.
+    ``hub:<data set>[:<config>]:<split>:<column>``: through ``datasets``. Anything else: a text file, or a
     folder of them (searched recursively). Raises TextError naming the source and what is allowed.
     """
     if source == "prose":
         documents = _prose()
     elif source == "code":
         documents = _code()
+    elif source == "dialogue":
+        documents = _dialogue()
     elif source == "wikitext":
         documents = _articles(_hub(_WIKITEXT), _ARTICLES)
     elif source.startswith("hub:"):
@@ -71,6 +74,25 @@ def _prose() -> list[Document]:
     return [document for document in manual + docstrings if len(document.text) >= _MIN_CHARACTERS]
 
 
+_TURNS = 8  # questions and answers in one dialogue
+
+
+def _dialogue() -> list[Document]:
+    """Conversations about the manual's topics: a question naming one, its first paragraphs as the answer."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    turns = []
+    for name, text in sorted(topics.items()):
+        title, *paragraphs = [part.strip() for part in text.split("\n\n") if part.strip(" *=-~\n")]
+        question = f"What should I know about {title.splitlines()[0].strip('*= ').lower()} ({name}) in Python?"
+        answer = "\n\n".join(paragraphs[:3])
+        if answer:
+            turns.append(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n")
+    return [
+        Document(f"dialogue {start // _TURNS}", "".join(turns[start : start + _TURNS]))
+        for start in range(0, len(turns) - _TURNS + 1, _TURNS)
+    ]
+
+
 def _code() -> list[Document]:
     documents = [Document(path.name, path.read_text(encoding="utf-8", errors="replace")) for path in _library_files()]
     return [document for document in documents if len(document.text) >= _MIN_CHARACTERS]
@@ -89,7 +111,7 @@ def _files(source: str) -> list[Document]:
         found, root = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file()), path
     else:
         raise TextError(
-            f"unknown text source {source!r}; allowed are prose, code, wikitext, "
+            f"unknown text source {source!r}; allowed are prose, code, dialogue, wikitext, "
             "hub:<data set>[:<config>]:<split>:<column>, or a file or folder that exists"
         )
     texts = ((p, p.read_text(encoding="utf-8", errors="replace")) for p in found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffkv_repro.workloads.texts import Document, TextError
+from diffkv_repro.workloads.texts import Document, TextError, load_texts, source_name
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,21 @@ def windows(documents: Sequence[Document], tokenizer, *, count: int, tokens: int
             f"{len(documents)} documents hold only {len(chosen)} windows of {tokens} tokens, {count} are wanted"
         )
     return chosen
+
+
+def load_windows(
+    sources: Sequence[str], tokenizer, *, count: int, tokens: int, seed: int = 0
+) -> dict[str, list[Window]]:
+    """:func:`windows` of each of several sources of texts, by the source's name."""
+    return {
+        source_name(source): windows(load_texts(source), tokenizer, count=count, tokens=tokens, seed=seed)
+        for source in sources
+    }
+
+
+def source_names(sources: Sequence[str]) -> str:
+    """Several sources for a figure's face."""
+    return ", ".join(source_name(source) for source in sources)
 
 
 def digest(chosen: Sequence[Window]) -> str:

@@ -26,6 +26,7 @@ POLICIES = {
     "released, last 8 queries": RELEASED(alpha_low=0.5, window=6, significance=Significance("last", 8, own_score=True)),
     "released, later queries": RELEASED(alpha_low=0.5, window=4, significance=Significance(), group_max="of-means"),
     "released, mostly pruned": RELEASED(alpha_high=6.0, alpha_low=5.0, window=6),
+    "released, window of one": RELEASED(alpha_low=0.5, window=1),
     "three tiers": CompressionPolicy(("K16V8", "K8V4", "K2V2"), (1.2, 0.8, 0.3), window=6),
     "one tier": CompressionPolicy(("K8V8",), (0.6,), window=6),
     "alphas per head": PAPER(alpha_high=((1.0, 3.0),), alpha_low=((0.0, 1.0),), window=6),
