@@ -14,6 +14,8 @@ app = typer.Typer(
 )  # fmt: skip
 bench = typer.Typer(no_args_is_help=True, help="Measure what this package itself costs.")
 app.add_typer(bench, name="bench")
+lm_eval = typer.Typer(no_args_is_help=True, help="lm-eval's own command line, with our models and tasks.")
+app.add_typer(lm_eval, name="lm-eval")
 
 Output = Annotated[Path | None, typer.Option("--output", help="Folder of figures; by default that of the profile.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -152,6 +154,35 @@ def load(model: Annotated[str, typer.Option(help="A bundled model.")] = "smollm2
     with _waiting("loading twice, beginning with an empty cache"):
         cost = _guarded(bench_load, model)
     typer.echo(cost.summary())
+
+
+# Everything after `run`, --help included, is lm-eval's.
+@lm_eval.command(
+    "run", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def lm_eval_run(context: typer.Context) -> None:
+    """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kivi, h2o, ...
+
+    As: --model diffkv --model_args pretrained=smollm2-135m,policy=K8V4-K4V2,alpha_low=0.02 --tasks <task>
+    """
+    from diffkv_repro.evaluation.lm_eval_command import run_lm_eval
+
+    _guarded(run_lm_eval, context.args)
+
+
+@lm_eval.command("tasks")
+def lm_eval_tasks(
+    folder: Annotated[Path, typer.Argument(help="Where to write the task files.")],
+    documents: Annotated[int, typer.Option(min=1, help="Documents of each task.")] = 100,
+    pairs: Annotated[int, typer.Option(help="Words and numbers in a list to recall from.")] = 20,
+    words: Annotated[int, typer.Option(help="Words of filler around a pass key.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
+) -> None:
+    """Write small tasks that need no network: recall, multiple choice, pass key."""
+    from diffkv_repro.workloads.lm_eval_tasks import TAG, write_lm_eval_tasks
+
+    names = _guarded(write_lm_eval_tasks, folder, documents=documents, pairs=pairs, words=words, seed=seed)
+    typer.echo(f"{', '.join(names)}: run them with --include_path {folder} --tasks {TAG}")
 
 
 def _waiting(text: str):

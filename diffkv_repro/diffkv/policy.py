@@ -88,7 +88,14 @@ class CompressionPolicy(Method):
     def label(self) -> str:
         tiers = "-".join(map(str, self.tiers))
         alphas = "/".join(f"{alpha:g}" if isinstance(alpha, float) else "per head" for alpha in self.alphas)
-        return f"DiffKV {tiers}, alpha {alphas}{', bias-free keys' if self.bias_free else ''}"
+        variants = {
+            f", last {self.significance.observed} queries": self.significance.queries == "last",
+            ", two-minimum": self.decode == "two-minimum",
+            f", window {self.window}": self.window != 64,
+            ", bias-free keys": self.bias_free,
+        }
+        divisor = "i" if self.prompt_divisor == "position" else "N"
+        return f"DiffKV {tiers}, alpha {alphas} over {divisor}" + "".join(name for name, on in variants.items() if on)
 
     @property
     def needs_bias(self) -> bool:

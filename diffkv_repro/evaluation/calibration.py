@@ -1,6 +1,6 @@
 """Choose alpha_high, then alpha_low, on calibration texts (DiffKV section 7.2), by a rule that is written down."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Calibration:
 
 def calibrate(
     loaded: LoadedModel,
-    windows: Sequence[Window],
+    windows: Mapping[str, Sequence[Window]],
     folder: Path,
     *,
     base: CompressionPolicy,

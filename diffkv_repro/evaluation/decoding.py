@@ -84,7 +84,7 @@ class Scores:
     last: Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def score(session: Session, model: Any, rows: Sequence[Row], *, pad: int = 0) -> tuple[list[Scores], KVUse]:
     """Score ``rows``, which agree in ``decoded``, as one batch with padding on the left.
 
@@ -116,7 +116,7 @@ def score(session: Session, model: Any, rows: Sequence[Row], *, pad: int = 0) ->
     return results, KVUse.of(cache)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def hold_back(session: Session, model: Any, ids: Tensor, mask: Tensor, decoded: int) -> CompressedCache:
     """A cache of the prompts ``ids`` [batch, tokens], padded on the left, without their last ``decoded`` tokens.
 

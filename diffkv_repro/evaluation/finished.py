@@ -95,11 +95,11 @@ def _code_digest() -> str:
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
+    document: dict[str, Any] = {"vocabulary": tokenizer.get_vocab()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        document: Any = sorted(tokenizer.get_vocab().items())
-    else:
-        document = json.loads(backend.to_str())
-        for state in ("padding", "truncation"):  # left behind by whoever used the tokenizer last
-            document.pop(state, None)
+    if backend is not None:
+        parts = json.loads(backend.to_str())
+        # Not its padding, truncation and choice of a padding token: they are left by whoever used it last.
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model"):
+            document[name] = parts.get(name)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

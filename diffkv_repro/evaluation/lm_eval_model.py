@@ -78,7 +78,7 @@ class CompressedLM(HFLM):
         passed_on = {name: options.pop(name) for name in _PASSED_ON if name in options}
         loaded = pretrained
         if not isinstance(loaded, LoadedModel):
-            loaded = load_model(str(pretrained), device=device, dtype=_dtype(dtype))
+            loaded = load_model(str(pretrained), device=_device(device), dtype=_dtype(dtype))
         self.loaded = loaded
         self.method = make_method(method or self.METHOD or "diffkv", loaded, **options)
         self.storage = storage
@@ -252,6 +252,14 @@ def _total(scores: Scores, continuation: list[int]) -> tuple[float, bool]:
     """Log-likelihood of a continuation, and whether it is what greedy decoding gives."""
     total = scores.logprobs[:-1].double().sum() + scores.last[continuation[-1]].double()
     return float(total), scores.greedy.tolist() == continuation
+
+
+def _device(name: str | None) -> str | None:
+    """lm-eval asks for ``cuda:0`` wherever nothing else is asked for; HFLM too falls back to the CPU."""
+    if name is None or torch.cuda.is_available() or not str(name).startswith("cuda"):
+        return name
+    logger.info("no CUDA device here: running on the CPU")
+    return "cpu"
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -20,9 +20,10 @@ from diffkv_repro.cache import FullPrecision, Method
 from diffkv_repro.core.files import write_text
 from diffkv_repro.core.provenance import package_versions
 from diffkv_repro.evaluation.intervals import Interval, mean_interval
-from diffkv_repro.evaluation.teacher_forced import Scored, score
+from diffkv_repro.evaluation.teacher_forced import Scored, prefill, score
 from diffkv_repro.models import load_model
 from diffkv_repro.models.zoo import LoadedModel
+from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
 
 _WORTH_WORKERS = 20_000  # tokens times methods; a worker takes some ten seconds to start
@@ -43,18 +44,19 @@ class _Job:
 
 def compare(
     loaded: LoadedModel,
-    windows: Sequence[Window],
+    windows: Mapping[str, Sequence[Window]],
     methods: Sequence[Method],
     folder: Path,
     *,
     prompt_tokens: int,
     storage: str = "simulated",
-    batch: int = 6,
+    batch: int | None = None,
     workers: int | None = None,
 ) -> pd.DataFrame:
-    """Score every method on every window: a row each, with columns of :class:`Scored`, ``window``, ``method``,
-    ``added_nll`` (over FP16 on the same window, which is always among the methods).
+    """Score every method on every window: a row each, with columns of :class:`Scored`, ``text``, ``window``, ``method``
+    and ``added_nll`` (over FP16 on the same window, which is always among the methods). ``windows`` by kind of text.
 
+    ``batch`` texts go together: 6 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
     What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches on
     a CPU (all cores by default): threads that share the small matrices of a decoding step get in each other's way.
     """
@@ -62,14 +64,19 @@ def compare(
     labels = [method.label for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"two methods have the same label: {', '.join(sorted(labels))}")
-    groups = [list(windows[start : start + batch]) for start in range(0, len(windows), batch)]
+    batch = batch or (6 if loaded.device.type == "cpu" else 48)
+    groups = [
+        (kind, list(found[start : start + batch]))
+        for kind, found in windows.items()
+        for start in range(0, len(found), batch)
+    ]
     paths = {
         (index, method.label): Path(folder) / f"{_key(loaded, group, method, prompt_tokens, storage)}.json"
-        for index, group in enumerate(groups)
+        for index, (_, group) in enumerate(groups)
         for method in wanted
     }
     jobs = []
-    for index, group in enumerate(groups):
+    for index, (_, group) in enumerate(groups):
         missing = [method for method in wanted if _read(paths[index, method.label]) is None]
         if missing:
             ids = torch.cat([window.input_ids for window in group])
@@ -79,8 +86,8 @@ def compare(
     for _ in track(_work(loaded, jobs, workers), description="texts", total=len(jobs), disable=not jobs):
         pass
     rows = [
-        {"window": window.label, "method": method.label, **item}
-        for index, group in enumerate(groups)
+        {"text": kind, "window": window.label, "method": method.label, **item}
+        for index, (kind, group) in enumerate(groups)
         for method in wanted
         for window, item in zip(group, _read(paths[index, method.label]), strict=True)
     ]
@@ -101,6 +108,15 @@ def difference(table: pd.DataFrame, column: str, first: str, second: str, *, see
     """Mean over texts of ``first`` minus ``second``, paired by text."""
     wide = table.pivot(index="window", columns="method", values=column)
     return mean_interval((wide[first] - wide[second]).to_numpy(), seed=seed)
+
+
+def fit_on_items(loaded: LoadedModel, method: Method, items: Sequence[Item], share: float) -> Method:
+    """A budget of :mod:`diffkv_repro.baselines.budgets` that prunes ``share`` of the tokens of ``items``."""
+    prompts = []
+    for item in items:
+        ids = loaded.tokenizer(item.prompt, return_tensors="pt")["input_ids"]
+        prompts += prefill(loaded.model, ids, ids.shape[1] - 2).prompts
+    return method.fitted(prompts, share)
 
 
 def _work(loaded: LoadedModel, jobs: list[_Job], workers: int | None) -> Iterator[None]:
@@ -164,14 +180,15 @@ def _key(loaded: LoadedModel, group: Sequence[Window], method: Method, prompt_to
     versions = {name: version for name, version in package_versions().items() if name in ("torch", "transformers")}
     what = [
         loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), prompt_tokens, storage, versions,
-        _code_digest(),
+        code_digest(),
     ]  # fmt: skip
     tokens = torch.cat([window.input_ids for window in group]).numpy().tobytes()
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens).hexdigest()[:24]
 
 
 @cache
-def _code_digest() -> str:
+def code_digest() -> str:
+    """Identity of the code that measurements depend on, for the names of their files."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(path for folder in _SOURCES for path in (package / folder).glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -14,6 +14,7 @@ from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache import CompressedCache, FullPrecision, Method, compress
 from diffkv_repro.cache.layer import Rows
 from diffkv_repro.core.accounting import KVBytes
+from diffkv_repro.core.threads import one_thread
 from diffkv_repro.models.hf import AttentionCall, decoder_of, intercept_attention
 
 
@@ -73,7 +74,7 @@ def continued(model, prefilled: Prefilled, method: Method, storage: str) -> tupl
 
     Each of the n predictions comes of a token that was decoded, so each has read the cache.
     """
-    with compress(model, method, storage=storage) as session:
+    with one_thread(), compress(model, method, storage=storage) as session:
         cache = session.new_cache()
         cache.admit(prefilled.prompts, prefilled.rows)
         rest = prefilled.input_ids[:, prefilled.tokens :]

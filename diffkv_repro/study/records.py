@@ -36,6 +36,11 @@ class Measurement:
             raise RecordError(f"a measured value must be a finite number or a list of them, not {self.value!r}")
 
 
+def measurements(values: Mapping[str, float]) -> dict[str, Measurement]:
+    """Plain numbers (arithmetic, say) as measurements without a unit or a count."""
+    return {name: Measurement(value) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class Record:
     """What one notebook measured for one figure. ``plot`` is the plotly figure as plain data."""

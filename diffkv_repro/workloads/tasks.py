@@ -11,14 +11,19 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Common words of two to three tokens at most, none the beginning of another.
-WORDS = tuple(
-    """anchor apple barrel basket blanket bottle bridge button camera candle canyon carpet castle cherry copper cotton
-    curtain cushion desert engine falcon forest garden hammer harbor island kettle ladder lantern mango meadow mirror
-    needle orange palace pencil pepper pillow planet pocket rabbit ribbon river rocket saddle salmon saucer shovel silver
-    spider stone temple ticket tiger tomato towel trumpet tunnel turtle valley violin wagon wallet whistle window
-    winter""".split()
+# Common words, none of them the beginning of another.
+_NOUNS = (
+    "acorn almond anchor apple arrow badger balloon bamboo banner barrel basket beaver bicycle biscuit blanket "
+    "bottle bridge bucket button cactus camera candle canoe canyon carpet carrot castle cellar chapel cherry "
+    "chimney clover coffee copper cotton cradle curtain cushion daisy desert dolphin donkey drawer eagle engine "
+    "falcon feather fiddle forest fountain garden giraffe goblet guitar hammer harbor hazel helmet igloo island "
+    "jacket jungle kettle kitten ladder ladle lantern lemon lizard locket magnet mango maple marble meadow mirror "
+    "monkey mushroom needle orange oyster paddle palace parrot peanut pencil penguin pepper piano pigeon pillar "
+    "pillow pirate planet pocket pumpkin puzzle rabbit raven ribbon river rocket saddle saffron salmon sandal "
+    "saucer shelter shovel silver sparrow spider squirrel stone sugar teapot temple thunder ticket tiger tomato "
+    "towel tractor trumpet tunnel turtle valley violin vulture wagon wallet walnut whistle window winter"
 )
+WORDS = tuple(_NOUNS.split())
 
 # Where the answer is in a continuation; also used by the lm-eval tasks.
 PATTERNS = {
@@ -75,7 +80,7 @@ def recall(count: int, *, pairs: int = 20, examples: int = 0, choices: int = 4, 
 
 
 def uuid_recall(count: int, *, keys: int = 5, seed: int = 0) -> list[Item]:
-    """A JSON object from UUIDs to UUIDs, and one of its keys (Liu et al., "Lost in the Middle"). About 80 tokens a key."""
+    """A JSON object from UUIDs to UUIDs, and one of its keys (Liu et al., 2023). About 80 tokens a key."""
     _require("keys", keys, 1, 1000)
     rng = random.Random(f"uuid_recall {keys} {seed}")
     items = []
@@ -120,7 +125,7 @@ def arithmetic(count: int, *, examples: int = 4, largest: int = 50, seed: int = 
     return items
 
 
-def copy(count: int, *, words: int = 10, examples: int = 1, seed: int = 0) -> list[Item]:
+def copy(count: int, *, words: int = 10, examples: int = 2, seed: int = 0) -> list[Item]:
     """A list of ``words`` words, to be written once more, after ``examples`` lists that were."""
     _require("words", words, 2, len(WORDS))
     _require("examples", examples, 0, 20)

@@ -101,6 +101,32 @@ def test_padding_is_remembered_where_no_mask_follows(model, session):
     assert sum(cache.tokens().values()) == 21 * 2 * 3
 
 
+REORDERED = {
+    "full precision": FullPrecision(),
+    "bias-free": Uniform("K8V4", bias_free=True),
+    "policy, bias-free": CompressionPolicy.paper(alpha_low=0.3, window=4, bias_free=True),
+}
+
+
+@pytest.mark.parametrize("method", REORDERED)
+def test_sequences_in_another_order_go_on_as_if_they_had_come_in_it(method):
+    model, lengths, order = tiny_qwen2(tie_word_embeddings=False), [20, 13, 5], torch.tensor([2, 0, 2, 1])
+    mask, ids = mask_of(21, [length + 1 for length in lengths]), ids_of(21, 3)
+    at, results = positions_of(mask), []
+    with torch.inference_mode(), compress(model, REORDERED[method]) as session:
+        for first, then in ((slice(None), order), (order, slice(None))):
+            model(ids[first, :20], attention_mask=mask[first, :20], position_ids=at[first, :20])
+            cache = session.cache
+            if first is not order:
+                cache.hf.reorder_cache(order)
+                assert cache.kv_bytes().full == 4 * 16 * 2 * 3 * (5 + 20 + 5 + 13)
+            rest = ids[first][then][:, 20:], at[first][then][:, 20:]
+            logits = model(rest[0], position_ids=rest[1], past_key_values=cache.hf).logits
+            results.append((logits, cache.tier_counts(), cache.kv_bytes().full))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
+    assert results[0][1:] == results[1][1:]
+
+
 def test_a_filled_cache_of_another_kind_is_refused(model, session):
     filled = DynamicCache()
     for layer in range(3):

@@ -1,0 +1,95 @@
+"""Figures of notebook 05: quality against bytes, tier fractions, and tables."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
+
+_FLOOR = 1e-3
+_TIERS = (("high", PALETTE[0]), ("low", PALETTE[5]), ("pruned", "#BBBBBB"))
+
+
+def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]], recorded: Mapping[str, go.Figure],
+                       name: str) -> go.Figure:  # fmt: skip
+    """Figure 11: added negative log-likelihood over true bytes; ``points`` has a row a method with columns ``method``,
+    ``true``, ``nominal``, ``added_nll``, ``low``, ``high``. ``curves`` joins methods to a line each; the others are
+    baselines, a point each."""
+    titles = [name, *recorded]
+    figure = make_subplots(rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=titles)
+    table = points.set_index("method")
+    for colour, (label, methods) in zip(PALETTE, curves.items(), strict=False):
+        own = table.loc[list(methods)]
+        figure.add_trace(_points(own, label, colour, "lines+markers", "circle"), row=1, col=1)
+    joined = {method for methods in curves.values() for method in methods}
+    others = table[~table.index.isin(joined)]
+    trace = _points(others, "baselines", "#444444", "markers+text", "diamond")
+    trace.update(text=list(others.index), textposition="top right", textfont={"size": 10})
+    figure.add_trace(trace, row=1, col=1)
+    seen = {trace.name for trace in figure.data}
+    for column, other in enumerate(recorded.values(), start=2):
+        for trace in other.data:
+            if trace.xaxis in (None, "x"):
+                trace.showlegend, trace.xaxis, trace.yaxis = trace.name not in seen, None, None
+                figure.add_trace(trace, row=1, col=column)
+                seen.add(trace.name)
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
+    figure.update_xaxes(title_text="% of FP16 bytes, metadata included", ticksuffix=" %")
+    figure.update_layout(
+        title="Quality against memory: lower left is better", height=620, legend=LEGEND_ABOVE, margin_t=112
+    )
+    return figure
+
+
+def _points(own: pd.DataFrame, label: str, colour: str, mode: str, symbol: str) -> go.Scatter:
+    means, lows, highs = (own[column].clip(lower=_FLOOR) for column in ("added_nll", "low", "high"))
+    return go.Scatter(
+        x=100 * own["true"], y=means, name=label, mode=mode, line={"color": colour, "width": 1.5},
+        marker={"color": colour, "size": 8, "symbol": symbol},
+        error_y={"type": "data", "symmetric": False, "array": highs - means, "arrayminus": means - lows,
+                 "thickness": 1, "width": 2},
+        customdata=[[method, 100 * row.nominal, row.added_nll] for method, row in own.iterrows()],
+        hovertemplate="%{customdata[0]}<br>true %{x:.1f} %, nominal %{customdata[1]:.1f} %<br>"
+        "added %{customdata[2]:.4f} nats<extra></extra>",
+    )  # fmt: skip
+
+
+def tier_fractions(panels: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Figure 12: stacked shares of high, low and pruned tokens; a panel a rule, a bar a kind of text.
+
+    Each table has the kind of text as its index and columns ``high``, ``low``, ``pruned`` in %.
+    """
+    figure = make_subplots(
+        rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=list(panels)
+    )  # fmt: skip
+    for column, table in enumerate(panels.values(), start=1):
+        for tier, colour in _TIERS:
+            figure.add_bar(
+                x=list(table.index), y=table[tier], name=tier, marker_color=colour, legendgroup=tier,
+                showlegend=column == 1, row=1, col=column,
+                hovertemplate="%{x}: %{y:.1f} %<extra>" + tier + "</extra>",
+            )  # fmt: skip
+    figure.update_yaxes(range=[0, 100])
+    figure.update_yaxes(title_text="% of tokens", col=1)
+    figure.update_layout(
+        title="What the same thresholds keep depends on the text, and more on the rule",
+        barmode="stack", legend=LEGEND_ABOVE, margin_t=112,
+    )  # fmt: skip
+    return figure
+
+
+def table_figure(table: pd.DataFrame, title: str, *, height: int = 560) -> go.Figure:
+    """A table as a figure, so that it is stored, shown and checked as all others are."""
+    shown = table.reset_index()
+    figure = go.Figure(
+        go.Table(
+            header={"values": [f"<b>{name}</b>" for name in shown.columns], "align": "left", "fill_color": "#E6EEF5"},
+            cells={"values": [shown[name] for name in shown.columns], "align": "left", "height": 24},
+            columnwidth=[3, *[1] * (len(shown.columns) - 1)],
+        )
+    )
+    figure.update_layout(title=title, height=height)
+    return figure
