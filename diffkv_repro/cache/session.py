@@ -14,7 +14,13 @@ from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache.layer import FullLayer, LayerCache, Place, Rows
 from diffkv_repro.cache.method import Method, model_dtype, require_storage
 from diffkv_repro.core.accounting import KVBytes
-from diffkv_repro.models.hf import AttentionCall, UnsupportedAttention, attention_layout, intercept_attention
+from diffkv_repro.models.hf import (
+    AttentionCall,
+    UnsupportedAttention,
+    attention_layout,
+    intercept_attention,
+    intercepting,
+)
 from diffkv_repro.models.hf_cache import (
     CacheLayer,
     cache_argument,
@@ -177,10 +183,11 @@ class Session:
         return kwargs | {name: cache.hf}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The attention of one layer."""
-        if self._in_use is not None:
-            return self._in_use.attend(call)
-        return PromptAttention(call, self._uncached).output()
+        """The attention of one layer. No gradients: what is stored is a constant."""
+        with torch.no_grad():
+            if self._in_use is not None:
+                return self._in_use.attend(call)
+            return PromptAttention(call, self._uncached).output()
 
 
 @contextmanager
@@ -192,6 +199,8 @@ def compress(model: PreTrainedModel, method: Method, *, storage: str = "packed")
     numbers bit for bit, quicker, bytes counted only). Layers with a sliding window stay in full precision; the plan
     is then logged. Raises UnsupportedAttention or ValueError, before anything runs, where model and method do not fit.
     """
+    if intercepting():
+        raise ValueError("compress() inside another block that computes the attention itself: close that one first")
     session = Session(model, method, storage)
     with intercept_attention(model, session.attend), watch_calls(model, session.on_call):
         yield session

@@ -28,6 +28,8 @@ class SimulatedStore(TokenStore):
         return self._scores[..., : self.columns]
 
     def append(self, key: Tensor, value: Tensor, tier: Tensor | int) -> None:
+        if isinstance(tier, int) and tier == DROPPED:
+            tier = torch.full(key.shape[:3], DROPPED, dtype=torch.int8, device=self.device)
         if isinstance(tier, int):
             self.append_encoded(self.encode(key, value, tier), tier)
             return

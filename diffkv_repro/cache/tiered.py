@@ -136,8 +136,11 @@ class TieredLayer(LayerCache):
         self.store.select(rows)
 
     def tier_counts(self, rows: Rows) -> dict[str, list[int]]:
-        names = [str(precision) for precision in self.rule.precisions]
-        return dict(zip(names, self.store.counts().tolist(), strict=True))
+        found: dict[str, list[int]] = {}
+        for precision, counts in zip(self.rule.precisions, self.store.counts().tolist(), strict=True):
+            before = found.get(str(precision), [0] * len(counts))  # two tiers may be of one precision
+            found[str(precision)] = [old + new for old, new in zip(before, counts, strict=True)]
+        return found
 
     def tensors(self) -> list[Tensor]:
         return self.store.tensors()

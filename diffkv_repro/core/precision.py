@@ -23,7 +23,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
-            if bits not in BITS:
+            if not isinstance(bits, int) or bits not in BITS:
                 raise ValueError(f"{name} is {bits!r}; allowed are {', '.join(map(str, BITS))}")
         for name, groups in (("key_groups", self.key_groups), ("value_groups", self.value_groups)):
             if not isinstance(groups, int) or groups < 1:

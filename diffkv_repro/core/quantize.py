@@ -22,7 +22,7 @@ Axis = Literal["token", "channel", "tensor"]
 class Quantized:
     """``codes`` uint8 in the shape of what was quantised; ``scale``, ``zero`` FP16, one a group.
 
-    With axis token they are [..., tokens, groups], with channel [..., groups, channels], with tensor [...].
+    With axis token they are [..., tokens, groups], with channel [..., groups, channels], with tensor [..., 1].
     """
 
     codes: Tensor
@@ -107,7 +107,7 @@ def require_half_range(low: Tensor, high: Tensor) -> None:
     elif not bool(fits.all()):
         wrong = torch.stack([low[~fits], high[~fits]]).flatten()
         worst = wrong[wrong.abs().nan_to_num(nan=torch.inf).argmax()].item()
-        raise ValueError(f"a value to quantise is {worst:g}; allowed are finite values within +-65504 (FP16)")
+        raise ValueError(f"a value to quantise is {worst:.7g}; allowed are finite values within +-65504 (FP16)")
 
 
 def _half_below(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class VectorCodec:
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits is {self.bits!r}; allowed are {', '.join(map(str, BITS))}")
-        if self.groups < 1 or self.head_dim % self.groups:
+        if self.bits < 16 and (self.groups < 1 or self.head_dim % self.groups):
             raise ValueError(f"{self.groups} scale groups do not divide a head_dim of {self.head_dim}")
 
     @property

@@ -60,8 +60,8 @@ class CompressionPolicy(Method):
         if not self.tiers or len(self.tiers) != len(self.alphas):
             raise ValueError(f"{len(self.tiers)} tiers have {len(self.alphas)} alphas; each tier needs one")
         _require_order(self.alphas)
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}; at least the newest token must be kept")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be a whole number of at least 1, the newest token")
         for name, kind in (
             ("prompt_divisor", Divisor), ("decode_divisor", Divisor), ("decode", Decode), ("group_max", GroupMax),
         ):  # fmt: skip
@@ -146,13 +146,18 @@ class CompressionPolicy(Method):
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
         """A policy from plain values; unknown names raise ValueError."""
+        if not isinstance(document, dict):
+            raise ValueError(f"a policy is an object with names and values, not {document!r}")
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(document) - known)
         if unknown:
             raise ValueError(f"unknown {', '.join(unknown)}; a policy has {', '.join(sorted(known))}")
         given = dict(document)
         if "significance" in given:
-            given["significance"] = Significance(**given["significance"])
+            try:
+                given["significance"] = Significance(**given["significance"])
+            except TypeError as error:
+                raise ValueError(f"significance: {error}") from error
         return cls(**given)
 
 
@@ -170,7 +175,13 @@ def _alpha(alpha: Any) -> Alpha:
 
 
 def _require_order(alphas: Sequence[Alpha]) -> None:
-    tables = [torch.tensor(alpha, dtype=torch.float64) for alpha in alphas]
+    try:
+        tables = [torch.tensor(alpha, dtype=torch.float64) for alpha in alphas]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"alphas is {alphas}; an alpha is a number or [layers][kv_heads] numbers") from error
+    shapes = {tuple(table.shape) for table in tables if table.ndim}
+    if len(shapes) > 1:
+        raise ValueError(f"the tables of alphas have different shapes: {', '.join(map(str, sorted(shapes)))}")
     for index, table in enumerate(tables):
         if not bool(torch.isfinite(table).all()) or bool((table < 0).any()):
             raise ValueError(f"alpha of tier {index} is {alphas[index]}; alphas are finite and not negative")

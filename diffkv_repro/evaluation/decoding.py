@@ -59,7 +59,7 @@ class KVUse:
 class Row:
     """A sequence whose last ``scored`` tokens are asked for; the last ``decoded`` of its inputs go through the cache.
 
-    Its inputs are ``tokens`` without the last one, which is only predicted.
+    Its inputs are ``tokens`` without the last one, which is only predicted; those before the decoded ones its prompt.
     """
 
     tokens: Sequence[int]
@@ -72,6 +72,11 @@ class Row:
             raise ValueError(f"{self.scored} of {len(self.tokens)} tokens cannot be scored; allowed are 1 to {inputs}")
         if not 0 <= self.decoded < inputs:
             raise ValueError(f"{self.decoded} of {inputs} inputs cannot be decoded; at least one is the prompt")
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens that are prefilled."""
+        return tuple(self.tokens[: len(self.tokens) - 1 - self.decoded])
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class Scores:
 def score(session: Session, model: Any, rows: Sequence[Row], *, pad: int = 0) -> tuple[list[Scores], KVUse]:
     """Score ``rows``, which agree in ``decoded``, as one batch with padding on the left.
 
-    Inside ``compress``. Raises NotReadError where the cache answered fewer queries than it was to, or none although
-    there was something to ask it.
+    Rows with one prompt between them (the choices of a question) are prefilled once. Inside ``compress``. Raises
+    NotReadError where the cache answered fewer queries than it was to, or none although there was something to ask.
     """
     decoded = rows[0].decoded
     if any(row.decoded != decoded for row in rows):
@@ -100,7 +105,12 @@ def score(session: Session, model: Any, rows: Sequence[Row], *, pad: int = 0) ->
     targets, _ = left_padded([row.tokens[1:] for row in rows], pad, model.device)
     ahead = max(row.scored for row in rows) - decoded
     cache = session.new_cache()
-    logits = _call(model, cache, ids, mask, slice(0, first), keep=max(1, ahead))
+    shared = len({row.prompt for row in rows}) == 1
+    different = 1 if shared else len(rows)
+    logits = _call(model, cache, ids[:different], mask[:different], slice(0, first), keep=max(1, ahead))
+    if different < len(rows):
+        cache.hf.reorder_cache(torch.zeros(len(rows), dtype=torch.long, device=model.device))
+        logits = logits.expand(len(rows), -1, -1)
     found = [_of_targets(logits, targets[:, first - logits.shape[1] : first])]
     for start in range(first, columns, _CHUNK):
         span = slice(start, min(start + _CHUNK, columns))

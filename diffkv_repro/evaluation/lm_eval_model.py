@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ _PASSED_ON = (
     "max_length", "truncation", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking",
     "chat_template_args",
 )  # fmt: skip
+
+_SHARING = 16  # choices of one question in a batch, whatever the batch size: they share their prompt
 
 
 class CompressedLM(HFLM):
@@ -215,10 +218,17 @@ class CompressedLM(HFLM):
 
     def _scored(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Scores], KVUse]]:
         """Indices, scores and cache use of batches of rows that decode equally many tokens; the longest first."""
-        order = sorted(range(len(rows)), key=lambda index: (rows[index].decoded, len(rows[index].tokens)), reverse=True)
+
+        def rank(index: int) -> tuple:
+            return rows[index].decoded, len(rows[index].tokens), rows[index].tokens
+
+        order = sorted(range(len(rows)), key=rank, reverse=True)
         while order:
-            decoded = rows[order[0]].decoded
-            batch = [index for index in order[: self.batch_size] if rows[index].decoded == decoded]
+            first = rows[order[0]]
+            alike = [index for index in order[:_SHARING] if rows[index].decoded == first.decoded]
+            batch = list(takewhile(lambda index, prompt=first.prompt: rows[index].prompt == prompt, alike))
+            if len(batch) < self.batch_size:
+                batch = [index for index in order[: self.batch_size] if rows[index].decoded == first.decoded]
             del order[: len(batch)]
             chosen = [rows[index] for index in batch]
             yield batch, *score(self._session, self.model, chosen, pad=self.tokenizer.pad_token_id or 0)

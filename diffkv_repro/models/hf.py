@@ -147,6 +147,11 @@ def intercept_attention(model: PreTrainedModel, attend: Attend) -> Iterator[None
             config.__dict__.update(attributes)
 
 
+def intercepting() -> bool:
+    """Whether an :func:`intercept_attention` block is active here."""
+    return _attend.get() is not None
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The model without its language-model head, whose logits over a long prompt would dwarf everything."""
     return model.base_model

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from diffkv_repro.models.hf import decoder_of
+from diffkv_repro.models.hf import decoder_of, intercepting
 
 # transformers up to 5.23 calls the argument past_key_values, from 5.24 on cache.
 _NAMES = ("past_key_values", "cache")
@@ -38,6 +38,8 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not intercepting():
+            raise RuntimeError("a compressed cache was used outside its compress() block, where nobody reads it")
         self.is_initialized = True
         self.columns += key_states.shape[2]
         return key_states, value_states

@@ -1,11 +1,13 @@
 """Rotary position embedding as the model itself applies it, and the bias of its key projections."""
 
+import copy
 import sys
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from diffkv_repro.core.errors import first_line
 from diffkv_repro.models.hf import UnsupportedAttention, attention_layout, decoder_of
 
 
@@ -15,7 +17,8 @@ class Rope:
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = decoder_of(model)
         module = sys.modules[type(decoder).__module__]
-        self._embed = getattr(decoder, "rotary_emb", None)
+        # A copy: some embeddings stretch themselves to the positions they have seen.
+        self._embed = copy.deepcopy(getattr(decoder, "rotary_emb", None))
         self._apply = getattr(module, "apply_rotary_pos_emb", None)
         if self._embed is None or self._apply is None:
             raise UnsupportedAttention(f"{type(model).__name__} has no rotary embedding that this package knows")
@@ -23,6 +26,15 @@ class Rope:
             raise UnsupportedAttention(
                 f"{type(model).__name__} has sliding-window layers, whose rotary embedding may differ from the others'"
             )
+        layout = attention_layout(model)
+        try:
+            self.rotate(
+                torch.zeros(1, 1, 1, layout.head_dim, device=model.device), torch.zeros(1, 1, device=model.device)
+            )
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedAttention(
+                f"{type(model).__name__} does not turn all {layout.head_dim} channels of a key: {first_line(error)}"
+            ) from error
 
     def rotate(self, keys: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """``keys`` [batch, heads, tokens, head_dim] turned to ``positions`` [batch, tokens], in float32."""

@@ -7,7 +7,7 @@ from diffkv_repro.cache import FullPrecision, Uniform, compress
 from diffkv_repro.evaluation import generation
 from diffkv_repro.evaluation.decoding import Row, hold_back, left_padded, score
 from diffkv_repro.evaluation.generation import run_tasks
-from diffkv_repro.evaluation.methods import make_method
+from diffkv_repro.evaluation.methods import make_method, methods
 from diffkv_repro.evaluation.teacher_forced import NotReadError
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads.tasks import Item
@@ -112,6 +112,22 @@ def test_scores_are_those_of_one_forward_call(loaded):
         for each, exact, row in zip(found, expected, rows, strict=True):
             torch.testing.assert_close(each.logprobs, exact[-scored:], atol=1e-5, rtol=1e-5)
             assert each.logprobs[-1] == each.last[row[-1]]
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_prompt_that_rows_share_is_prefilled_once(loaded, name):
+    torch.manual_seed(2)
+    prompt, *ends = torch.randint(3, 97, (4, 40)).tolist()
+    rows = [Row(prompt + end[:4], 4, 5) for end in ends]
+    made = make_method(name, loaded, **({"length": 32} if name == "duoattention" else {}))
+    for storage in ("packed", "simulated"):
+        with compress(loaded.model, made, storage=storage) as session:
+            together, use = score(session, loaded.model, rows)
+            alone = [score(session, loaded.model, [row]) for row in rows]
+        assert use.reads == alone[0][1].reads
+        assert use.nominal == pytest.approx(sum(one.nominal for _, one in alone) / 3)
+        for found, ([expected], _) in zip(together, alone, strict=True):
+            torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_held_back_tokens_leave_each_prompt_its_first(loaded):
