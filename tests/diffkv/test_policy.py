@@ -28,7 +28,7 @@ PAPER, RELEASED = CompressionPolicy.paper, CompressionPolicy.released
         ({"tiers": (), "alphas": ()}, "0 tiers have 0 alphas"),
         ({"tiers": ("K8V4", "K3V2")}, "value_bits|key_bits is 3; allowed are 1, 2, 4, 8, 16"),
         ({"tiers": ("K8V4", "INT4")}, "unknown precision 'INT4'"),
-        ({"window": 0}, "window is 0; at least the newest token must be kept"),
+        ({"window": 0}, "window is 0; it must be a whole number of at least 1"),
         ({"window": -1}, "window is -1"),
         ({"prompt_divisor": "i"}, "prompt_divisor is 'i'; allowed are position, length"),
         ({"decode_divisor": "N"}, "decode_divisor is 'N'; allowed are position, length"),
