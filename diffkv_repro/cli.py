@@ -185,6 +185,55 @@ def lm_eval_tasks(
     typer.echo(f"{', '.join(names)}: run them with --include_path {folder} --tasks {TAG}")
 
 
+@bench.command()
+def compress(
+    model: Annotated[str, typer.Option(help="Model to compress the prompt of.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=3, help="Length of the prompt.")] = 2048,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """Time of the prompt phase (policy, quantisation, packing) against a plain prefill in the same run."""
+    from diffkv_repro.diffkv import CompressionPolicy
+    from diffkv_repro.evaluation.bench import bench_compression
+    from diffkv_repro.models import load_model
+
+    loaded = _guarded(load_model, model)
+    for policy in (CompressionPolicy.paper(prompt_divisor="length"), CompressionPolicy.released()):
+        with _waiting(f"timing {policy.label}"):
+            cost = _guarded(bench_compression, loaded, policy=policy, tokens=tokens, repeats=repeats)
+        typer.echo(cost.summary())
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="Policy file to write, as policy.json.")],
+    model: Annotated[str, typer.Option(help="Bundled name, folder, .gguf file or hub id.")] = "smollm2-135m",
+    texts: Annotated[str, typer.Option(help="prose, code, dialogue, wikitext, a folder, or hub:...")] = "prose",
+    tiers: Annotated[str, typer.Option(help="High and low precision.")] = "K8V4-K4V2",
+    tolerance: Annotated[float, typer.Option(min=0, help="Nats a token that may be lost.")] = 0.05,
+    count: Annotated[int, typer.Option("--texts-count", min=1, help="Texts to calibrate on.")] = 12,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a text; the last 128 at most are decoded.")] = 640,
+    bias_free: Annotated[bool, typer.Option("--bias-free", help="Take out the bias of the keys.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of texts.")] = 0,
+) -> None:
+    """Sweep alpha_high, then alpha_low, and write the policy chosen; settings already measured are not run again."""
+    from diffkv_repro.core.paths import cache_dir
+    from diffkv_repro.diffkv import CompressionPolicy
+    from diffkv_repro.evaluation.calibration import calibrate as sweep
+    from diffkv_repro.models import load_model
+    from diffkv_repro.workloads import load_windows
+
+    base = _guarded(CompressionPolicy.paper, tiers, prompt_divisor="length", group_max="each-step", bias_free=bias_free)
+    loaded = _guarded(load_model, model)
+    windows = _guarded(load_windows, [texts], loaded.tokenizer, count=count, tokens=tokens, seed=seed)
+    found = _guarded(
+        sweep, loaded, windows, cache_dir() / "calibration", base=base, tolerance=tolerance,
+        prompt_tokens=tokens - min(128, tokens // 2),
+    )  # fmt: skip
+    typer.echo(found.summary())
+    _guarded(found.policy.save, output)
+    typer.echo(f"written: {output}")
+
+
 def _waiting(text: str):
     """A spinner on stderr, where there is a terminal to see it."""
     from rich.console import Console

@@ -27,7 +27,15 @@ from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
 
 _WORTH_WORKERS = 20_000  # tokens times methods; a worker takes some ten seconds to start
-_SOURCES = ("attention_stats", "baselines", "cache", "core", "diffkv", "evaluation", "models")
+_SOURCES = (
+    "attention_stats/*",
+    "baselines/*",
+    "cache/*",
+    "core/*",
+    "diffkv/*",
+    "evaluation/teacher_forced",
+    "models/*",
+)
 
 
 @dataclass(frozen=True)
@@ -190,5 +198,5 @@ def _key(loaded: LoadedModel, group: Sequence[Window], method: Method, prompt_to
 def code_digest() -> str:
     """Identity of the code that measurements depend on, for the names of their files."""
     package = Path(__file__).resolve().parents[1]
-    files = sorted(path for folder in _SOURCES for path in (package / folder).glob("*.py"))
+    files = sorted(path for pattern in _SOURCES for path in package.glob(f"{pattern}.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -142,10 +142,10 @@ def test_a_prompt_of_another_method_is_left_alone():
 
 def test_values_that_fp16_cannot_hold_are_refused():
     call = call_of(10)
-    with pytest.raises(ValueError, match="1000004"):
+    with pytest.raises(ValueError, match="10000"):
         start(SMALL, "simulated", replace(call, key=call.key + 1e6), 9)
     layer = start(SMALL, "simulated", call, 9)
-    with pytest.raises(ValueError, match="1000004"):
+    with pytest.raises(ValueError, match="10000"):
         layer.decode(cut(replace(call, value=call.value * 0 + 1e6), 9, 10), rows_at(call, 10))
 
 
