@@ -36,7 +36,8 @@ class CompressionPolicy(Method):
 
     - ``window``: so many recent tokens stay in the first tier; a prompt no longer than it is left alone.
     - ``significance``: over which queries (section 4: all later ones; released code: the last 64, own score included).
-    - ``prompt_divisor``: alpha over the token's ``position`` i (section 4) or the ``length`` N (section 7.2, code).
+    - ``prompt_divisor``: alpha over the ``length`` N (section 7.2, Algorithm 1, code) or the token's ``position`` i
+      (section 4: it drops the first token, whose threshold would be alpha itself; see notebook 04).
     - ``decode``: ``algorithm-1`` (candidate and victim) or ``two-minimum`` (released code, two tiers).
     - ``decode_divisor``: ``length`` N, the new token included (Algorithm 1), or its ``position`` N - 1 (code).
     - ``group_max``: the maximum over query heads ``of-means`` (section 4; one running sum a query head) or
@@ -48,7 +49,7 @@ class CompressionPolicy(Method):
     alphas: tuple[Alpha, ...] = (1.0, 0.02)
     window: int = 64
     significance: Significance = field(default_factory=Significance)
-    prompt_divisor: Divisor = "position"
+    prompt_divisor: Divisor = "length"
     decode: Decode = "algorithm-1"
     decode_divisor: Divisor = "length"
     group_max: GroupMax = "of-means"
@@ -72,7 +73,7 @@ class CompressionPolicy(Method):
 
     @classmethod
     def paper(cls, tiers: str = "K8V4-K4V2", *, alpha_high: float = 1.0, alpha_low: float = 0.02, **options) -> Self:
-        """As section 4 and Algorithm 1 state it. ``tiers`` is written high-low."""
+        """As section 7.2 and Algorithm 1 state it. ``tiers`` is written high-low."""
         return cls(_two_tiers(tiers), (alpha_high, alpha_low), **options)
 
     @classmethod

@@ -64,7 +64,7 @@ def compare(
     """Score every method on every window: a row each, with columns of :class:`Scored`, ``text``, ``window``, ``method``
     and ``added_nll`` (over FP16 on the same window, which is always among the methods). ``windows`` by kind of text.
 
-    ``batch`` texts go together: 6 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
+    ``batch`` texts go together: 4 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
     What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches on
     a CPU (all cores by default): threads that share the small matrices of a decoding step get in each other's way.
     """
@@ -72,7 +72,7 @@ def compare(
     labels = [method.label for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"two methods have the same label: {', '.join(sorted(labels))}")
-    batch = batch or (6 if loaded.device.type == "cpu" else 48)
+    batch = batch or (4 if loaded.device.type == "cpu" else 48)
     groups = [
         (kind, list(found[start : start + batch]))
         for kind, found in windows.items()

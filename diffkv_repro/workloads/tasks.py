@@ -1,7 +1,8 @@
 """Generated tasks with an exact answer, for small models: no download, the same items for the same seed.
 
-All are plain text to be continued, without a chat template: at 135 million parameters an instruction is followed less
-often than a pattern is continued (SmolLM2 on ``recall`` with 20 pairs: 0.73 this way, 0.0 through its template).
+All are plain text to be continued, without a chat template: a model of 135 million parameters continues a pattern
+better than it follows an instruction. SmolLM2, uncompressed, on 40 items of ``recall`` with 20 pairs: 0.75 right this
+way, 0.18 when its template asks "What is the number of ...?".
 """
 
 import json

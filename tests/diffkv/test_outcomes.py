@@ -146,7 +146,7 @@ def test_streamed_significance_equals_that_of_one_prompt(prompt):
 def test_pruned_tokens_leave_the_positions_of_the_others_alone():
     """The next logits are those of attention over what each head has kept, at its old positions."""
     model, ids = tiny_llama(), ids_of(41)
-    policy = CompressionPolicy(("K16V16",), (1.0,), window=3)
+    policy = CompressionPolicy(("K16V16",), (1.0,), window=3, prompt_divisor="position")
     with torch.inference_mode():
         with compress(model, policy, storage="packed") as session:
             model(ids[:, :40])

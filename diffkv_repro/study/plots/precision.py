@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.evaluation.intervals import Interval
-from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
+from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
 
 FLOOR = 1e-3  # nats; smaller losses, and gains, are drawn here
 _ITEMS = ("payload", "scales", "scores", "positions")
@@ -27,7 +27,7 @@ def worked_example(cases: Mapping[str, KVBytes], paper: Mapping[str, float]) -> 
         )  # fmt: skip
     figure.add_scatter(
         x=list(paper), y=list(paper.values()), mode="markers", name="paper (codes alone)",
-        marker={"symbol": "line-ew", "size": 44, "line": {"width": 3, "color": PAPER_COLOUR}},
+        marker={"symbol": "line-ew", "size": 44, "line": {"width": 4, "color": "#000000"}},
         hovertemplate="paper: %{y} %<extra></extra>",
     )  # fmt: skip
     figure.update_yaxes(title_text="% of the FP16 cache", rangemode="tozero")
@@ -47,11 +47,12 @@ def loss_by_precision(
     were drawn elsewhere by this function.
     """
     titles = [*panels, *recorded]
+    kinds = list(dict.fromkeys(name.split(",")[0] for series in panels.values() for name in series))
     figure = make_subplots(
         rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=titles
     )  # fmt: skip
     for column, series in enumerate(panels.values(), start=1):
-        for index, (name, losses) in enumerate(series.items()):
+        for name, losses in series.items():
             means, lows, highs = (
                 [max(getattr(loss, which), FLOOR) for loss in losses.values()] for which in ("mean", "low", "high")
             )
@@ -62,7 +63,7 @@ def loss_by_precision(
                     "array": [high - mean for high, mean in zip(highs, means, strict=True)],
                     "arrayminus": [mean - low for low, mean in zip(lows, means, strict=True)],
                 },
-                marker={"color": _colour(name, index), "symbol": _symbol(name, index), "size": 9},
+                marker=_marker(name, kinds),
                 customdata=[[loss.mean, loss.low, loss.high, loss.n] for loss in losses.values()],
                 hovertemplate="%{x}: %{customdata[0]:.4f} [%{customdata[1]:.4f}, %{customdata[2]:.4f}], "
                 "n %{customdata[3]}<extra>" + name + "</extra>",
@@ -73,6 +74,7 @@ def loss_by_precision(
         for trace in other.data:
             if trace.xaxis in (None, "x"):
                 trace.showlegend, trace.xaxis, trace.yaxis = trace.name not in seen, None, None
+                trace.marker = _marker(trace.name, kinds)
                 figure.add_trace(trace, row=1, col=column)
                 seen.add(trace.name)
     figure.update_yaxes(type="log", dtick=1, exponentformat="power")
@@ -80,7 +82,7 @@ def loss_by_precision(
     figure.update_xaxes(tickangle=-45)
     figure.update_layout(
         title="Keys need the bits: K8V4 is nearly free, K4V8 is not, K2V4 destroys the model",
-        legend=LEGEND_ABOVE, margin_t=132,
+        legend=LEGEND_ABOVE, margin_t=112,
     )  # fmt: skip
     return figure
 
@@ -102,16 +104,16 @@ def key_error_by_layer(tables: Mapping[str, pd.DataFrame], bits: int, recorded: 
     for trace, colour in zip(figure.data, PALETTE, strict=False):
         trace.update(line_color=colour, marker_color=colour)
     figure.update_xaxes(title_text="layer")
-    figure.update_yaxes(title_text=f"error of {bits}-bit keys / size of bias-free keys", type="log")
+    figure.update_yaxes(title_text=f"error of {bits}-bit keys / size of bias-free keys", type="log", dtick=1)
     figure.update_layout(
         title="The bias of the key projection costs the quantiser its range", legend=LEGEND_ABOVE, margin_t=112
     )
     return figure
 
 
-def _colour(name: str, index: int) -> str:
-    return PALETTE[index % len(PALETTE)]
-
-
-def _symbol(name: str, index: int) -> str:
-    return _SYMBOLS[index % len(_SYMBOLS)] + ("-open" if "bias-free" in name else "")
+def _marker(name: str, kinds: Sequence[str]) -> dict:
+    """Colour by kind of text, the same in every panel; open symbols for bias-free keys."""
+    kind = name.split(",")[0]
+    index = kinds.index(kind) if kind in kinds else len(kinds)
+    symbol = _SYMBOLS[index % len(_SYMBOLS)] + ("-open" if "bias-free" in name else "")
+    return {"color": PALETTE[index % len(PALETTE)], "symbol": symbol, "size": 9}
