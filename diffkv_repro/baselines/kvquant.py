@@ -34,7 +34,8 @@ from diffkv_repro.baselines.kvquant_codec import Codec, outliers_a_side
 from diffkv_repro.baselines.kvquant_store import Packed, Simulated
 from diffkv_repro.cache.attention import attend
 from diffkv_repro.cache.layer import LayerCache, Place, Rows
-from diffkv_repro.cache.method import Method, require_storage
+from diffkv_repro.cache.method import Method
+from diffkv_repro.cache.storages import require_storage
 from diffkv_repro.cache.transforms import Unrotated
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.packing import packed_bytes

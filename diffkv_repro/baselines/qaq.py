@@ -41,7 +41,8 @@ from diffkv_repro.baselines.columns import half_of, part_of, present_in, starts_
 from diffkv_repro.baselines.qaq_store import Packed, Simulated, channel_type, inner_range
 from diffkv_repro.cache.attention import attend
 from diffkv_repro.cache.layer import LayerCache, Place, Rows
-from diffkv_repro.cache.method import Method, require_storage
+from diffkv_repro.cache.method import Method
+from diffkv_repro.cache.storages import require_storage
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.packing import packed_bytes
 from diffkv_repro.models.hf import AttentionCall

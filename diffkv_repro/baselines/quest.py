@@ -25,7 +25,8 @@ from torch import Tensor
 
 from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache.layer import LayerCache, Place, Rows
-from diffkv_repro.cache.method import Method, require_storage
+from diffkv_repro.cache.method import Method
+from diffkv_repro.cache.storages import require_storage
 from diffkv_repro.cache.store import CHUNK
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.vectors import VectorCodec

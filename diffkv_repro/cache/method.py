@@ -14,8 +14,6 @@ from diffkv_repro.cache.transforms import BiasFree
 from diffkv_repro.core.precision import Precision
 from diffkv_repro.models.hf import AttentionLayout, UnsupportedAttention
 
-STORAGES = ("simulated", "packed")
-
 
 class Method(ABC):
     """A frozen dataclass of parameters with one verb, :meth:`layer`.
@@ -110,12 +108,6 @@ def require_groups(precision: Precision, head_dim: int) -> None:
     ):
         if bits < 16 and head_dim % groups:
             raise ValueError(f"{precision}: {groups} {what} groups do not divide a head_dim of {head_dim}")
-
-
-def require_storage(storage: str) -> None:
-    """Raise ValueError for an unknown storage."""
-    if storage not in STORAGES:
-        raise ValueError(f"unknown storage {storage!r}; allowed are {', '.join(STORAGES)}")
 
 
 def model_dtype(dtype: torch.dtype) -> torch.dtype:

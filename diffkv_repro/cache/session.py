@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache.layer import FullLayer, LayerCache, Place, Rows
-from diffkv_repro.cache.method import Method, model_dtype, require_storage
+from diffkv_repro.cache.method import Method, model_dtype
+from diffkv_repro.cache.storages import require_storage
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.models.hf import (
     AttentionCall,

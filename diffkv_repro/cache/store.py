@@ -146,14 +146,3 @@ class TokenStore(ABC):
 
 def _halves(precision: Precision) -> tuple[tuple[int, int], tuple[int, int]]:
     return (precision.key_bits, precision.key_groups), (precision.value_bits, precision.value_groups)
-
-
-def make_store(storage: str, **shape) -> TokenStore:
-    """A store of kind ``simulated`` or ``packed``."""
-    from diffkv_repro.cache.packed import PackedStore
-    from diffkv_repro.cache.simulated import SimulatedStore
-
-    kinds = {"simulated": SimulatedStore, "packed": PackedStore}
-    if storage not in kinds:
-        raise ValueError(f"unknown storage {storage!r}; allowed are {', '.join(kinds)}")
-    return kinds[storage](**shape)

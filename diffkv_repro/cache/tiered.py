@@ -11,7 +11,8 @@ from torch import Tensor
 from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.cache.attention import attend
 from diffkv_repro.cache.layer import LayerCache, Place, Rows
-from diffkv_repro.cache.store import DROPPED, TokenStore, make_store
+from diffkv_repro.cache.storages import make_store
+from diffkv_repro.cache.store import DROPPED, TokenStore
 from diffkv_repro.cache.transforms import KeyTransform
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.precision import Precision

@@ -7,7 +7,8 @@ import torch
 from diffkv_repro.attention_stats.prompt import PromptAttention
 from diffkv_repro.attention_stats.significance import Significance
 from diffkv_repro.cache.layer import Place, Rows
-from diffkv_repro.cache.store import DROPPED, make_store
+from diffkv_repro.cache.storages import make_store
+from diffkv_repro.cache.store import DROPPED
 from diffkv_repro.cache.tiered import Step, TieredLayer
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.precision import Precision

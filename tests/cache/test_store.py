@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from diffkv_repro.cache.packed import PackedStore
 from diffkv_repro.cache.simulated import SimulatedStore
-from diffkv_repro.cache.store import CHUNK, DROPPED, make_store
+from diffkv_repro.cache.storages import make_store
+from diffkv_repro.cache.store import CHUNK, DROPPED
 from diffkv_repro.core.precision import BITS, Precision
 
 seeds = st.integers(0, 2**31)
