@@ -3,9 +3,11 @@
 import re
 
 import pytest
+from tiny import save, tiny_llama
 from typer.testing import CliRunner
 
 from diffkv_repro.cli import app
+from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.study.records import read_record
 
 
@@ -55,3 +57,68 @@ def test_doctor_finds_the_required_good():
     assert done.exit_code == 0
     for line in ("versions", "NVIDIA GPU", "converted models", "browser", "free disk"):
         assert line in done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folders of a tiny model and of texts in its words."""
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "texts").mkdir()
+    for index in range(2):
+        words = (f"w{3 + (index + 5 * step + step // 7) % 94}" for step in range(130))
+        (root / "texts" / f"{index}.txt").write_text(" ".join(words))
+    return str(save(tiny_llama(), root / "model")), str(root / "texts")
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("DIFFKV_REPRO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "calibration"
+
+
+def test_calibrate_writes_a_policy_that_loads(tiny, tmp_path, kept):
+    model, texts = tiny
+    sizes = ("--texts-count", "2", "--tokens", "100", "--tolerance", "0.1", "--tiers", "K8V8-K4V4")
+    done = call("calibrate", str(tmp_path / "policy.json"), "--model", model, "--texts", texts, *sizes)
+    assert done.exit_code == 0
+    policy = CompressionPolicy.load(tmp_path / "policy.json")
+    assert [str(tier) for tier in policy.tiers] == ["K8V8", "K4V4"]
+    assert (policy.prompt_divisor, policy.group_max, policy.bias_free) == ("length", "each-step", False)
+    assert f"-> {policy.label}: " in done.stdout
+    assert done.stdout.count(" of FP16, +") == 10
+    assert f"written: {tmp_path / 'policy.json'}" in done.stdout.replace("\n", " ")
+    assert len(list(kept.glob("*.json"))) == 11, "ten settings and FP16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tiers", "K8V4"], "tiers is 'K8V4'; write a high and a low precision, as K8V4-K4V2"),
+        (["--tiers", "K8V4-K3V2"], "key_bits is 3; allowed are 1, 2, 4, 8, 16"),
+        (["--texts", "nowhere"], "unknown text source 'nowhere'; allowed are prose, code, dialogue"),
+        (["--texts-count", "9"], "2 documents hold only 2 windows of 100 tokens, 9 are wanted"),
+        (["--bias-free", "--texts-count", "1"], "bias-free keys are asked for, but the keys of LlamaForCausalLM"),
+    ],
+)
+def test_calibrate_refuses_in_words(tiny, tmp_path, kept, options, message):
+    model, texts = tiny
+    base = ("--model", model, "--texts", texts, "--tokens", "100")
+    done = call("calibrate", str(tmp_path / "policy.json"), *base, *options)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert not (tmp_path / "policy.json").exists()
+
+
+def test_bench_compress_prints_percentages(tiny):
+    done = call("bench", "compress", "--model", tiny[0], "--tokens", "64", "--repeats", "2")
+    assert done.exit_code == 0
+    paper, released = done.stdout.splitlines()
+    for line in (paper, released):
+        share = re.search(r"^model, 64 tokens, DiffKV K8V4-K4V2, .*: .* take ([\d.]+)% of a plain prefill", line)
+        assert float(share[1]) > 0
+    assert "last 64 queries" in released
+    assert "last 64 queries" not in paper
+    refused = call("bench", "compress", "--model", tiny[0], "--tokens", "257")
+    assert refused.exit_code == 2
+    assert "tokens is 257; allowed are 3 to 256" in refused.stderr

@@ -77,6 +77,8 @@ class Threshold(_Budget):
             values.append(self._scaled(significance, eligible)[eligible])
             tokens += significance.numel() - int(_padding(prompt).sum()) * significance.shape[1]
         ordered = torch.cat(values).sort().values
+        if not len(ordered):
+            return self  # all within the window: nothing to prune
         return replace(self, alpha=float(ordered[min(round(share * tokens), len(ordered) - 1)]))
 
     def _scaled(self, significance: Tensor, eligible: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def peak_memory(device: str = "cpu") -> Iterator[PeakMemory]:
         torch.cuda.synchronize()
         seen.peak = torch.cuda.max_memory_allocated()
         return
-    _give_back_freed()
+    give_back_freed()
     if _reset_high_water_mark():
         seen.before = _status_bytes("VmRSS")
         yield seen
@@ -113,8 +113,11 @@ def peak_memory(device: str = "cpu") -> Iterator[PeakMemory]:
         seen.peak = max(seen.peak, _resident_bytes())
 
 
-def _give_back_freed() -> None:
-    """Let glibc return what it keeps of freed memory: the block would use that first, and seem smaller by it."""
+def give_back_freed() -> None:
+    """Let glibc return what it keeps of freed memory, which can be gigabytes after many tensors of many sizes.
+
+    A measurement of memory would otherwise use that first, and seem smaller by it.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

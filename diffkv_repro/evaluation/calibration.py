@@ -59,7 +59,7 @@ def calibrate(
     chosen = _largest_within(highs, summarise(first, "added_nll"), tolerance)
     lows = [replace(base, alphas=(chosen.alphas[0], low)) for low in sorted(alpha_low) if low <= chosen.alphas[0]]
     second = compare(loaded, windows, lows, folder, prompt_tokens=prompt_tokens, **options)
-    table = pd.concat([first, second]).drop_duplicates(["window", "method"])
+    table = pd.concat([first, second]).drop_duplicates(["text", "window", "method"])
     losses = summarise(table, "added_nll")
     policy = _largest_within(lows, losses, tolerance) if lows else chosen
     tried = list(dict.fromkeys([*highs, *lows]))

@@ -40,9 +40,12 @@ def divergence(
     for group in track(groups, "texts generated"):
         ids = torch.cat([window.input_ids for window in group])[:, :prompt_tokens]
         full = None
-        for method in [FullPrecision(), *methods]:
-            what = [loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), new_tokens, storage]
-            key = hashlib.sha256(json.dumps([*what, code_digest()]).encode() + ids.numpy().tobytes()).hexdigest()[:24]
+        for method in [FullPrecision(), *(method for method in methods if not isinstance(method, FullPrecision))]:
+            what = [
+                loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), new_tokens, storage,
+                list(ids.shape), code_digest(),
+            ]  # fmt: skip
+            key = hashlib.sha256(json.dumps(what).encode() + ids.numpy().tobytes()).hexdigest()[:24]
             found = _kept(Path(folder) / f"{key}.json", loaded, ids, method, new_tokens, storage)
             tokens = torch.tensor(found["tokens"])
             full = tokens if full is None else full
@@ -56,8 +59,9 @@ def divergence(
 
 def _kept(path: Path, loaded: LoadedModel, ids: torch.Tensor, method: Method, new_tokens: int, storage: str) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("tokens", "nominal", "true")}
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     prompt = ids.to(loaded.device)
     with one_thread(), torch.inference_mode(), compress(loaded.model, method, storage=storage) as session:

@@ -19,6 +19,7 @@ from rich.progress import track
 from diffkv_repro.cache import FullPrecision, Method
 from diffkv_repro.core.files import write_text
 from diffkv_repro.core.provenance import package_versions
+from diffkv_repro.core.timing import give_back_freed
 from diffkv_repro.evaluation.intervals import Interval, mean_interval
 from diffkv_repro.evaluation.teacher_forced import Scored, prefill, score
 from diffkv_repro.models import load_model
@@ -100,8 +101,8 @@ def compare(
         for window, item in zip(group, _read(paths[index, method.label]), strict=True)
     ]
     table = pd.DataFrame(rows)
-    full = table[table["method"] == FullPrecision().label].set_index("window")["nll"]
-    table["added_nll"] = table["nll"] - table["window"].map(full)
+    full = table[table["method"] == FullPrecision().label].set_index(["text", "window"])["nll"]
+    table["added_nll"] = table["nll"] - full.loc[pd.MultiIndex.from_frame(table[["text", "window"]])].to_numpy()
     return table
 
 
@@ -114,7 +115,7 @@ def summarise(table: pd.DataFrame, column: str, *, seed: int = 0) -> dict[str, I
 
 def difference(table: pd.DataFrame, column: str, first: str, second: str, *, seed: int = 0) -> Interval:
     """Mean over texts of ``first`` minus ``second``, paired by text."""
-    wide = table.pivot(index="window", columns="method", values=column)
+    wide = table.pivot(index=["text", "window"], columns="method", values=column)
     return mean_interval((wide[first] - wide[second]).to_numpy(), seed=seed)
 
 
@@ -174,6 +175,7 @@ def _run(model, job: _Job) -> None:
     for path, method, scored in zip(job.paths, job.methods, results, strict=True):
         document = {"method": repr(method), "windows": job.labels, "scored": [asdict(item) for item in scored]}
         write_text(path, json.dumps(document) + "\n")
+        give_back_freed()  # else a worker grows to several times what it needs
 
 
 def _read(path: Path) -> list[dict] | None:
@@ -190,8 +192,9 @@ def _key(loaded: LoadedModel, group: Sequence[Window], method: Method, prompt_to
         loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), prompt_tokens, storage, versions,
         code_digest(),
     ]  # fmt: skip
-    tokens = torch.cat([window.input_ids for window in group]).numpy().tobytes()
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens).hexdigest()[:24]
+    tokens = torch.cat([window.input_ids for window in group])
+    what.append(list(tokens.shape))
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens.numpy().tobytes()).hexdigest()[:24]
 
 
 @cache

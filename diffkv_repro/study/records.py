@@ -59,7 +59,7 @@ class Record:
         """The figure that was drawn, to take traces from."""
         import plotly.graph_objects as go  # slow to import, and only notebooks draw
 
-        return go.Figure(dict(self.plot))
+        return go.Figure({"data": [], **self.plot})
 
 
 def record_path(folder: Path, figure: str) -> Path:

@@ -68,9 +68,12 @@ def load_windows(
     sources: Sequence[str], tokenizer, *, count: int, tokens: int, seed: int = 0
 ) -> dict[str, list[Window]]:
     """:func:`windows` of each of several sources of texts, by the source's name."""
+    names = [source_name(source) for source in sources]
+    if len(set(names)) < len(names):  # two folders of one name
+        names = [f"{name} {index}" for index, name in enumerate(names, start=1)]
     return {
-        source_name(source): windows(load_texts(source), tokenizer, count=count, tokens=tokens, seed=seed)
-        for source in sources
+        name: windows(load_texts(source), tokenizer, count=count, tokens=tokens, seed=seed)
+        for name, source in zip(names, sources, strict=True)
     }
 
 

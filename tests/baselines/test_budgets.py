@@ -12,7 +12,7 @@ from tiny import tiny_llama
 
 from diffkv_repro.attention_stats.significance import Significance
 from diffkv_repro.baselines import baseline
-from diffkv_repro.baselines.budgets import Coverage, EqualBudget
+from diffkv_repro.baselines.budgets import AtShare, Coverage, EqualBudget, Threshold
 from diffkv_repro.cache import compress
 from diffkv_repro.cache.store import DROPPED
 
@@ -178,3 +178,89 @@ def test_names_and_labels():
     assert "99.5" in Coverage(mass=0.995).label
     with pytest.raises(ValueError, match="unknown baseline 'none'; allowed are int4, kivi, "):
         baseline("none")
+
+
+alphas = st.one_of(st.sampled_from([0.0, 0.5, 1.0, 1e9]), st.floats(0.01, 3))
+
+
+@pytest.mark.parametrize("divisor", ["position", "length"])
+@given(alphas, st.integers(1, 40), st.integers(1, 30), st.integers(0, 39), st.integers(0, 99))
+def test_a_threshold_keeps_what_reaches_it(divisor, alpha, tokens, window, padded, seed):
+    call, padding, kind = random_call(tokens=tokens, seed=seed), (0, min(padded, tokens - 1)), Significance()
+    kept = kept_of(Threshold(alpha=alpha, divisor=divisor, window=window), call, padding)
+    for row, head, hidden, significance in each_head(call, padding, kind):
+        assert not bool(kept[row, head, :hidden].any()), "padding"
+        for index, value in enumerate(significance):
+            over = index + 1 if divisor == "position" else len(significance)
+            reached = np.float32(value) * np.float32(over) >= np.float32(alpha)
+            recent = index >= len(significance) - window
+            assert bool(kept[row, head, hidden + index]) == bool(recent or reached)
+
+
+def test_divisors_differ_by_how_far_a_token_is():
+    """Over the position, early tokens are pruned first."""
+    call = random_call(tokens=30)
+    call.query.zero_()
+    kind = Significance("last", 1)
+    early = kept_of(Threshold(alpha=0.5, window=1, significance=kind), call)[0, 0].tolist()
+    assert early == [False] * 14 + [True] * 16, "each token has 1/30"
+    assert bool(kept_of(Threshold(alpha=0.5, divisor="length", window=1, significance=kind), call).all())
+
+
+FITTED = {"position": Threshold(window=4), "length": Threshold(window=4, divisor="length"),
+          "equal": EqualBudget(window=4), "coverage": Coverage(window=4)}  # fmt: skip
+PROMPTS = [random_call(tokens=50, seed=seed) for seed in range(3)]
+
+
+def pruned_of(method, calls, padding=None):
+    hidden = 0 if padding is None else sum(padding)
+    own = sum(2 * call.key.shape[0] * call.key.shape[2] - 2 * hidden for call in calls)
+    return own - sum(int(kept_of(method, call, padding).sum()) for call in calls)
+
+
+@pytest.mark.parametrize("padding", [None, (0, 17)])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.333, 0.6])
+@pytest.mark.parametrize("name", FITTED)
+def test_fitted_prunes_the_share(name, share, padding):
+    """To one token a layer; an equal budget rounds in each of the four heads of a layer."""
+    fitted = FITTED[name].fitted([prompt_of(call, padding) for call in PROMPTS], share)
+    tokens = 3 * 2 * (100 if padding is None else 83)
+    assert type(fitted) is type(FITTED[name])
+    assert fitted.window == 4
+    assert pruned_of(fitted, PROMPTS, padding) == pytest.approx(share * tokens, abs=6 if name == "equal" else 3)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_a_share_beyond_the_window_prunes_next_to_all_of_the_rest(name):
+    fitted = FITTED[name].fitted([prompt_of(call) for call in PROMPTS], 0.99)
+    left = 3 * 4 * (50 - 4) - pruned_of(fitted, PROMPTS)
+    assert left <= (3 * 4 if name == "coverage" else 3), "some mass, however little, is one token in each head"
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_prompts_within_the_window_are_kept_whole_at_any_share(name):
+    calls = [random_call(tokens=4, seed=seed) for seed in range(2)]
+    fitted = FITTED[name].fitted([prompt_of(call) for call in calls], 0.5)
+    assert pruned_of(fitted, calls) == 0
+
+
+def test_a_share_is_a_budget_once_it_is_fitted():
+    method = AtShare(Threshold(window=4), 0.25, "threshold")
+    assert method.label == "threshold, 25 % pruned"
+    with pytest.raises(ValueError, match="threshold, 25 % pruned: fit it to prompts first, with fitted_to"):
+        method.layer(place_of(), "simulated")
+    prompts = [prompt_of(call) for call in PROMPTS]
+    assert method.fitted_to(prompts) == Threshold(window=4).fitted(prompts, 0.25)
+    assert Threshold().fitted_to(prompts) == Threshold()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, float("nan")])
+def test_shares_that_leave_nothing_are_refused(share):
+    with pytest.raises(ValueError, match=f"share is {share}; allowed are 0 to below 1"):
+        AtShare(EqualBudget(), share, "equal")
+
+
+def test_bad_divisors_are_named():
+    with pytest.raises(ValueError, match="divisor is 'N'; allowed are position, length"):
+        Threshold(divisor="N")
+    assert Threshold(alpha=0.0123456).label == "threshold 0.0123/position"

@@ -63,7 +63,7 @@ def test_articles_before_the_first_heading_are_kept_and_the_first_ones_taken():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nothing-here", "unknown text source 'nothing-here'; allowed are prose, code, wikitext"),
+        ("nothing-here", "unknown text source 'nothing-here'; allowed are prose, code, dialogue, wikitext"),
         ("hub:only-a-name", "is not of the form hub:"),
         ("hub:no/such/set:train:text", "cannot be loaded"),
     ],
