@@ -11,7 +11,6 @@ from rich.progress import track
 
 from diffkv_repro.cache import FullPrecision, Method, compress
 from diffkv_repro.core.files import write_text
-from diffkv_repro.core.threads import one_thread
 from diffkv_repro.evaluation.sweep import code_digest
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.windows import Window
@@ -64,7 +63,7 @@ def _kept(path: Path, loaded: LoadedModel, ids: torch.Tensor, method: Method, ne
     except (OSError, ValueError, KeyError, TypeError):
         pass
     prompt = ids.to(loaded.device)
-    with one_thread(), torch.inference_mode(), compress(loaded.model, method, storage=storage) as session:
+    with torch.inference_mode(), compress(loaded.model, method, storage=storage) as session:
         output = loaded.model.generate(
             input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=1,
             min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0,

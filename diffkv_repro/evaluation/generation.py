@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from diffkv_repro.cache import Method, Session, compress
-from diffkv_repro.core.threads import one_thread
 from diffkv_repro.evaluation.decoding import KVUse, hold_back, left_padded
 from diffkv_repro.evaluation.finished import Finished, identity_of
 from diffkv_repro.models import LoadedModel
@@ -53,7 +52,7 @@ def run_tasks(
     requests = [[item.prompt, max_new_tokens or item.max_new_tokens] for item in items]
     answers = [known.get(request) for request in requests]
     rest = [index for index, answer in enumerate(answers) if answer is None]
-    with one_thread(), compress(loaded.model, method, storage=storage) as session:
+    with compress(loaded.model, method, storage=storage) as session:
         for batch in _batches(rest, requests, batch_size):
             texts, tokens, use = _generate(session, loaded, [requests[index] for index in batch], min_decoded)
             for index, text, length in zip(batch, texts, tokens, strict=True):
