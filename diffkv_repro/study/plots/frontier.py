@@ -26,7 +26,8 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     joined = {method for methods in curves.values() for method in methods}
     others = table[~table.index.isin(joined)]
     trace = _points(others, "baselines", "#444444", "markers+text", "diamond")
-    trace.update(text=list(others.index), textposition="top right", textfont={"size": 10})
+    places = [("top right", "bottom right")[index % 2] for index in range(len(others))]  # near ones overlap less
+    trace.update(text=list(others.index), textposition=places, textfont={"size": 10})
     figure.add_trace(trace, row=1, col=1)
     seen = {trace.name for trace in figure.data}
     for column, other in enumerate(recorded.values(), start=2):
@@ -39,7 +40,7 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(title_text="% of FP16 bytes, metadata included", ticksuffix=" %")
     figure.update_layout(
-        title="Quality against memory: lower left is better", height=620, legend=LEGEND_ABOVE, margin_t=112
+        title="Quality against memory: lower left is better", height=620, legend=LEGEND_ABOVE, margin_t=136
     )
     return figure
 
