@@ -76,7 +76,7 @@ def tier_fractions(panels: Mapping[str, pd.DataFrame]) -> go.Figure:
     figure.update_yaxes(range=[0, 100])
     figure.update_yaxes(title_text="% of tokens", col=1)
     figure.update_layout(
-        title="What the same thresholds keep depends on the text, and more on the rule",
+        title="What the same thresholds keep depends little on the text, and much on how the rule is read",
         barmode="stack", legend=LEGEND_ABOVE, margin_t=112,
     )  # fmt: skip
     return figure
