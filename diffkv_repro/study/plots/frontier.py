@@ -89,7 +89,7 @@ def table_figure(table: pd.DataFrame, title: str, *, height: int = 560) -> go.Fi
         go.Table(
             header={"values": [f"<b>{name}</b>" for name in shown.columns], "align": "left", "fill_color": "#E6EEF5"},
             cells={"values": [shown[name] for name in shown.columns], "align": "left", "height": 24},
-            columnwidth=[3, *[1] * (len(shown.columns) - 1)],
+            columnwidth=[max(len(str(cell)) for cell in [name, *shown[name]]) + 2 for name in shown.columns],
         )
     )
     figure.update_layout(title=title, height=height)
