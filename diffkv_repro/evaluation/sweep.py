@@ -28,6 +28,7 @@ from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
 
 _WORTH_WORKERS = 20_000  # tokens times methods; a worker takes some ten seconds to start
+_ON_CUDA = 4  # processes on one device
 _SOURCES = (
     "attention_stats/*",
     "baselines/*",
@@ -66,8 +67,9 @@ def compare(
     and ``added_nll`` (over FP16 on the same window, which is always among the methods). ``windows`` by kind of text.
 
     ``batch`` texts go together: 4 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
-    What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches on
-    a CPU (all cores by default): threads that share the small matrices of a decoding step get in each other's way.
+    What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches: by
+    default all cores on a CPU, where threads that share the small matrices of a decoding step get in each other's way,
+    and four on CUDA, where one process cannot launch kernels as fast as the device ends them.
     """
     wanted = [FullPrecision(), *(method for method in methods if not isinstance(method, FullPrecision))]
     labels = [method.label for method in wanted]
@@ -129,26 +131,26 @@ def fit_on_items(loaded: LoadedModel, method: Method, items: Sequence[Item], sha
 
 
 def _work(loaded: LoadedModel, jobs: list[_Job], workers: int | None) -> Iterator[None]:
-    on_cpu = loaded.device.type == "cpu"
-    count = min(workers or (len(os.sched_getaffinity(0)) if on_cpu else 1), len(jobs))
+    most = len(os.sched_getaffinity(0)) if loaded.device.type == "cpu" else _ON_CUDA
+    count = min(workers or most, len(jobs))
     tokens = sum(job.input_ids.numel() * len(job.methods) for job in jobs)
-    if count <= 1 or loaded.source is None or not on_cpu or tokens < _WORTH_WORKERS:
+    if count <= 1 or loaded.source is None or tokens < _WORTH_WORKERS:
         for job in jobs:
             _run(loaded.model, job)
             yield
         return
     # Spawned, not forked: a fork of a process with running threads can hang in any lock that one of them held.
-    arguments = (loaded.source, str(loaded.model.dtype).removeprefix("torch."), os.getpid())
+    arguments = (loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.device), os.getpid())
     with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, arguments) as pool:
         for finished in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
             finished.result()
             yield
 
 
-def _start_worker(source: str, dtype: str, parent: int) -> None:
+def _start_worker(source: str, dtype: str, device: str, parent: int) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    _model_of_worker(source, dtype)
+    _model_of_worker(source, dtype, device)
 
 
 def _die_with(parent: int) -> None:
@@ -161,8 +163,8 @@ def _die_with(parent: int) -> None:
 _worker: dict[str, torch.nn.Module] = {}
 
 
-def _model_of_worker(source: str, dtype: str) -> None:
-    _worker["model"] = load_model(source, device="cpu", dtype=getattr(torch, dtype)).model
+def _model_of_worker(source: str, dtype: str, device: str) -> None:
+    _worker["model"] = load_model(source, device=device, dtype=getattr(torch, dtype)).model
 
 
 def _run_in_worker(job: _Job) -> None:
