@@ -28,7 +28,7 @@ TEXT
 refuse() { echo "run_all.sh: $1" >&2; exit 2; }
 
 # Options are looked at before anything is installed; the command itself checks their values.
-test_run=false own_model=false arguments=("$@")
+test_run=false full=false own_model=false arguments=("$@")
 while [ $# -gt 0 ]; do
   case "$1" in
     -h | --help) usage; exit 0 ;;
@@ -39,7 +39,8 @@ while [ $# -gt 0 ]; do
     *) refuse "unknown option $1; ./run_all.sh --help lists them" ;;
   esac
   case "$1 $2" in
-    "--profile smoke" | "--profile cpu" | "--profile gpu" | "--profile full") ;;
+    "--profile smoke" | "--profile cpu" | "--profile gpu") full=false ;;
+    "--profile full") full=true ;;
     --profile\ *) refuse "unknown profile '$2'; there are smoke, cpu, gpu, full" ;;
     "--set model="*) own_model=true ;;
   esac
@@ -69,13 +70,16 @@ fi
 supported "$python" || refuse "$python is not Python 3.11, 3.12 or 3.13; activate another environment"
 
 extras='' && $test_run && extras='[dev]'
+if $full; then extras='[benchmarks]'; fi # what lm-eval needs to score MATH and LongBench
 lock="$root/requirements.lock"
 stamp="$("$python" -c 'import sys; print(sys.prefix)')/.diffkv-repro-setup"
 wanted="$("$python" -c 'import hashlib, sys
 print(hashlib.sha256(b"".join(open(p, "rb").read() for p in sys.argv[1:])).hexdigest())' \
   "$root/pyproject.toml" "$lock") $root"
-# A set-up with the tests' extras serves the main job too.
-if ! grep -qsxF -e "$wanted $extras" -e "$wanted [dev]" "$stamp"; then
+# A set-up with extras serves the main job too, where that needs none.
+accepted=(-e "$wanted $extras")
+if [ -z "$extras" ]; then accepted+=(-e "$wanted [dev]" -e "$wanted [benchmarks]"); fi
+if ! grep -qsxF "${accepted[@]}" "$stamp"; then
   echo "installing from requirements.lock (some 2 GB on a machine without a GPU; a few minutes)"
   rm -f "$stamp"
   "$python" -m pip install -qq -c "$lock" "$(grep '^torch==' "$lock")"

@@ -213,25 +213,39 @@ def calibrate(
     count: Annotated[int, typer.Option("--texts-count", min=1, help="Texts to calibrate on.")] = 12,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of a text; the last 128 at most are decoded.")] = 640,
     bias_free: Annotated[bool, typer.Option("--bias-free", help="Take out the bias of the keys.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of texts.")] = 0,
+    task: Annotated[
+        str | None, typer.Option(help="A task to keep too: recall, uuid_recall, passkey, arithmetic, copy.")
+    ] = None,
+    max_drop: Annotated[float, typer.Option(min=0, max=1, help="Accuracy on the task that may be lost.")] = 0.02,
+    items: Annotated[int, typer.Option(min=1, help="Items of the task.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of texts and items.")] = 0,
 ) -> None:
-    """Sweep alpha_high, then alpha_low, and write the policy chosen; settings already measured are not run again."""
+    """Sweep alpha_high, then alpha_low, and write the policy chosen; what was measured already is not run again.
+
+    With --task, alpha_high 0 is tried as well: everything in the high precision. The rule, and what every setting
+    lost, are written beside the policy, as policy.calibration.json.
+    """
     from diffkv_repro.core.paths import cache_dir
     from diffkv_repro.diffkv import CompressionPolicy
+    from diffkv_repro.evaluation.calibration import ALPHA_HIGH, TaskRule
     from diffkv_repro.evaluation.calibration import calibrate as sweep
     from diffkv_repro.models import load_model
     from diffkv_repro.workloads import load_windows
+    from diffkv_repro.workloads.tasks import make_items
 
+    folder = cache_dir() / "calibration"
+    asked = _guarded(make_items, task, items, seed=seed) if task else []
+    rule = TaskRule(asked, max_drop, folder / "tasks.sqlite") if task else None
     base = _guarded(CompressionPolicy.paper, tiers, prompt_divisor="length", group_max="each-step", bias_free=bias_free)
     loaded = _guarded(load_model, model)
     windows = _guarded(load_windows, [texts], loaded.tokenizer, count=count, tokens=tokens, seed=seed)
     found = _guarded(
-        sweep, loaded, windows, cache_dir() / "calibration", base=base, tolerance=tolerance,
-        prompt_tokens=tokens - min(128, tokens // 2),
+        sweep, loaded, windows, folder, base=base, tolerance=tolerance, task=rule,
+        prompt_tokens=tokens - min(128, tokens // 2), alpha_high=(0.0, *ALPHA_HIGH) if task else ALPHA_HIGH,
     )  # fmt: skip
     typer.echo(found.summary())
-    _guarded(found.policy.save, output)
-    typer.echo(f"written: {output}")
+    beside = _guarded(found.save, output)
+    typer.echo(f"written: {output}, and its rule: {beside}")
 
 
 def _waiting(text: str):

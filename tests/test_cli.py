@@ -1,5 +1,6 @@
 """The commands that need the real model, at tiny sizes, and their refusals."""
 
+import json
 import re
 
 import pytest
@@ -91,9 +92,24 @@ def test_calibrate_writes_a_policy_that_loads(tiny, tmp_path, kept):
     assert len(list(kept.glob("*.json"))) == 11, "ten settings and FP16"
 
 
+def test_calibrate_on_a_task_says_its_rule(tiny, tmp_path, kept):
+    model, texts = tiny
+    sizes = ("--texts-count", "1", "--tokens", "100", "--tolerance", "9", "--task", "arithmetic", "--items", "2")
+    done = call("calibrate", str(tmp_path / "policy.json"), "--model", model, "--texts", texts, *sizes)
+    assert done.exit_code == 0, done.stderr
+    policy = CompressionPolicy.load(tmp_path / "policy.json")
+    document = json.loads((tmp_path / "policy.calibration.json").read_text())
+    assert document["chosen"] == policy.label
+    assert document["rule"].endswith("accuracy at most 0.02 below FP16 on 2 items of arithmetic")
+    assert document["tried"][0]["alphas"] == [0.0, 0.0]
+    assert (kept / "tasks.sqlite").exists()
+    assert ", accuracy -" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--task", "chess"], "unknown task 'chess'; allowed are recall, uuid_recall, passkey, arithmetic, copy"),
         (["--tiers", "K8V4"], "tiers is 'K8V4'; write a high and a low precision, as K8V4-K4V2"),
         (["--tiers", "K8V4-K3V2"], "key_bits is 3; allowed are 1, 2, 4, 8, 16"),
         (["--texts", "nowhere"], "unknown text source 'nowhere'; allowed are prose, code, dialogue"),

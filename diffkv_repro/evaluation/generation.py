@@ -1,15 +1,18 @@
-"""``run_tasks``: generated tasks answered through a compressed cache."""
+"""``run_tasks``, ``run_tasks_of``: generated tasks answered through a compressed cache, of one method and of many."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.progress import track
 from torch import Tensor
 
 from diffkv_repro.cache import Method, Session, compress
 from diffkv_repro.evaluation.decoding import KVUse, hold_back, left_padded
 from diffkv_repro.evaluation.finished import Finished, identity_of
+from diffkv_repro.evaluation.workers import shared
 from diffkv_repro.models import LoadedModel
 from diffkv_repro.workloads.tasks import Item
 
@@ -29,6 +32,18 @@ class TaskResult:
     reads: int
 
 
+@dataclass(frozen=True)
+class _Job:
+    """Requests of one batch, by their index too, that ``method`` has not answered yet; ``name`` is the caller's."""
+
+    name: str
+    method: Method
+    batch: tuple[int, ...]
+    requests: tuple[tuple[str, int], ...]
+    storage: str
+    min_decoded: int
+
+
 def run_tasks(
     loaded: LoadedModel,
     items: Sequence[Item],
@@ -46,20 +61,63 @@ def run_tasks(
     through the cache, so that the first token of the answer depends on it as well (0: as on a server). Results are
     kept in the SQLite file ``finished``, and those that are there are not computed again.
     """
+    return run_tasks_of(
+        loaded, items, {"": method}, storage=storage, max_new_tokens=max_new_tokens, batch_size=batch_size,
+        min_decoded=min_decoded, finished=finished, workers=1,
+    )[""]  # fmt: skip
+
+
+def run_tasks_of(
+    loaded: LoadedModel,
+    items: Sequence[Item],
+    methods: Mapping[str, Method],
+    *,
+    storage: str = "simulated",
+    max_new_tokens: int | None = None,
+    batch_size: int | None = None,
+    min_decoded: int = 1,
+    finished: Path | None = None,
+    workers: int | None = None,
+) -> dict[str, list[TaskResult]]:
+    """:func:`run_tasks` of many ``methods``, by the names they have here.
+
+    ``batch_size`` is 8 on a CPU and 64 on CUDA where it is not given. ``workers`` processes share the batches of all
+    methods, as in :func:`~diffkv_repro.evaluation.workers.shared`; ``finished`` is written by this process alone.
+    """
+    if batch_size is None:
+        batch_size = 8 if loaded.device.type == "cpu" else 64
     if batch_size < 1 or min_decoded < 0:
         raise ValueError(f"batch_size is {batch_size}, min_decoded {min_decoded}; allowed from 1 and from 0")
-    known = Finished(finished, identity_of(loaded, method, storage) | {"min_decoded": min_decoded})
-    requests = [[item.prompt, max_new_tokens or item.max_new_tokens] for item in items]
-    answers = [known.get(request) for request in requests]
-    rest = [index for index, answer in enumerate(answers) if answer is None]
-    with compress(loaded.model, method, storage=storage) as session:
-        for batch in _batches(rest, requests, batch_size):
-            texts, tokens, use = _generate(session, loaded, [requests[index] for index in batch], min_decoded)
-            for index, text, length in zip(batch, texts, tokens, strict=True):
-                answers[index] = {"text": text, "tokens": length, "kv": asdict(use)}
-            known.put((requests[index], answers[index]) for index in batch)
-    known.close()
-    return [_result(item, answer) for item, answer in zip(items, answers, strict=True)]
+    requests = [(item.prompt, max_new_tokens or item.max_new_tokens) for item in items]
+    answers, jobs = {}, []
+    with ExitStack() as files:
+        known = {}
+        for name, method in methods.items():
+            identity = identity_of(loaded, method, storage) | {"min_decoded": min_decoded}
+            known[name] = files.enter_context(closing(Finished(finished, identity)))
+            answers[name] = own = [known[name].get(request) for request in requests]
+            rest = [index for index, answer in enumerate(own) if answer is None]
+            for batch in _batches(rest, requests, batch_size):
+                asked = tuple(requests[index] for index in batch)
+                jobs.append(_Job(name, method, tuple(batch), asked, storage, min_decoded))
+        tokens = sum(len(loaded.tokenizer(prompt)["input_ids"]) + new for job in jobs for prompt, new in job.requests)
+        work = shared(loaded, _answer, jobs, tokens=tokens, workers=workers)
+        for job, found in track(work, "batches answered", total=len(jobs), disable=len(methods) < 2 or not jobs):
+            known[job.name].put(zip(job.requests, found, strict=True))
+            for index, answer in zip(job.batch, found, strict=True):
+                answers[job.name][index] = answer
+    return {
+        name: [_result(item, answer) for item, answer in zip(items, own, strict=True)] for name, own in answers.items()
+    }
+
+
+def _answer(loaded: LoadedModel, job: _Job) -> list[dict[str, Any]]:
+    """What is kept of each request of a batch."""
+    with compress(loaded.model, job.method, storage=job.storage) as session:
+        texts, tokens, use = _generate(session, loaded, job.requests, job.min_decoded)
+    return [
+        {"text": text, "tokens": length, "kv": asdict(use)} for text, length in zip(texts, tokens, strict=True)
+    ]  # fmt: skip
 
 
 def _batches(rest: Sequence[int], requests: Sequence[Any], size: int) -> Iterator[list[int]]:

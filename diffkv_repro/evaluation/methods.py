@@ -26,7 +26,7 @@ def methods() -> tuple[str, ...]:
     return ("fp16", "uniform", "diffkv", *BASELINES)
 
 
-def make_method(method: str = "diffkv", model: Any = None, **options: Any) -> Method:
+def make_method(method: str | Method = "diffkv", model: Any = None, **options: Any) -> Method:
     """The method called ``method`` with ``options``, which may be text: ``make_method("uniform", precision="K8V4")``.
 
     - ``fp16``: no options.
@@ -37,8 +37,14 @@ def make_method(method: str = "diffkv", model: Any = None, **options: Any) -> Me
     - a baseline: the fields of its dataclass, or the arguments of its ``for_model``, which needs ``model``, a
       :class:`~diffkv_repro.models.LoadedModel`.
 
+    A ready-made ``method`` is returned as it is; it takes no options.
+
     Raises ValueError for an unknown name, an option that the method has not, or a value that does not fit.
     """
+    if isinstance(method, Method):
+        if options:
+            raise ValueError(f"{method.label} is made already; it takes no options, as {', '.join(sorted(options))}")
+        return method
     if method == "fp16":
         return FullPrecision(**_typed(method, FullPrecision, options))
     if method == "uniform":

@@ -2,14 +2,9 @@
 
 import hashlib
 import json
-import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
@@ -22,13 +17,11 @@ from diffkv_repro.core.provenance import package_versions
 from diffkv_repro.core.timing import give_back_freed
 from diffkv_repro.evaluation.intervals import Interval, mean_interval
 from diffkv_repro.evaluation.teacher_forced import Scored, prefill, score
-from diffkv_repro.models import load_model
+from diffkv_repro.evaluation.workers import shared
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
 
-_WORTH_WORKERS = 20_000  # tokens times methods; a worker takes some ten seconds to start
-_ON_CUDA = 4  # processes on one device
 _SOURCES = (
     "attention_stats/*",
     "baselines/*",
@@ -67,9 +60,8 @@ def compare(
     and ``added_nll`` (over FP16 on the same window, which is always among the methods). ``windows`` by kind of text.
 
     ``batch`` texts go together: 4 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
-    What is in ``folder`` already is not computed again. ``workers`` processes of one thread each share the batches: by
-    default all cores on a CPU, where threads that share the small matrices of a decoding step get in each other's way,
-    and four on CUDA, where one process cannot launch kernels as fast as the device ends them.
+    What is in ``folder`` already is not computed again. ``workers`` processes share the batches, as in
+    :func:`~diffkv_repro.evaluation.workers.shared`.
     """
     wanted = [FullPrecision(), *(method for method in methods if not isinstance(method, FullPrecision))]
     labels = [method.label for method in wanted]
@@ -94,7 +86,9 @@ def compare(
             names = tuple(window.label for window in group)
             targets = tuple(paths[index, method.label] for method in missing)
             jobs.append(_Job(ids, names, tuple(missing), targets, prompt_tokens, storage))
-    for _ in track(_work(loaded, jobs, workers), description="texts", total=len(jobs), disable=not jobs):
+    tokens = sum(job.input_ids.numel() * len(job.methods) for job in jobs)
+    work = shared(loaded, _run, jobs, tokens=tokens, workers=workers)
+    for _ in track(work, description="texts", total=len(jobs), disable=not jobs):
         pass
     rows = [
         {"text": kind, "window": window.label, "method": method.label, **item}
@@ -130,50 +124,9 @@ def fit_on_items(loaded: LoadedModel, method: Method, items: Sequence[Item], sha
     return method.fitted(prompts, share)
 
 
-def _work(loaded: LoadedModel, jobs: list[_Job], workers: int | None) -> Iterator[None]:
-    most = len(os.sched_getaffinity(0)) if loaded.device.type == "cpu" else _ON_CUDA
-    count = min(workers or most, len(jobs))
-    tokens = sum(job.input_ids.numel() * len(job.methods) for job in jobs)
-    if count <= 1 or loaded.source is None or tokens < _WORTH_WORKERS:
-        for job in jobs:
-            _run(loaded.model, job)
-            yield
-        return
-    # Spawned, not forked: a fork of a process with running threads can hang in any lock that one of them held.
-    arguments = (loaded.source, str(loaded.model.dtype).removeprefix("torch."), str(loaded.device), os.getpid())
-    with ProcessPoolExecutor(count, get_context("spawn"), _start_worker, arguments) as pool:
-        for finished in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
-            finished.result()
-            yield
-
-
-def _start_worker(source: str, dtype: str, device: str, parent: int) -> None:
-    torch.set_num_threads(1)
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    _model_of_worker(source, dtype, device)
-
-
-def _die_with(parent: int) -> None:
-    """A worker whose notebook was killed would otherwise wait for its next job for ever."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-_worker: dict[str, torch.nn.Module] = {}
-
-
-def _model_of_worker(source: str, dtype: str, device: str) -> None:
-    _worker["model"] = load_model(source, device=device, dtype=getattr(torch, dtype)).model
-
-
-def _run_in_worker(job: _Job) -> None:
-    _run(_worker["model"], job)
-
-
-def _run(model, job: _Job) -> None:
+def _run(loaded: LoadedModel, job: _Job) -> None:
     """Score one batch; each method's results are written as they are there."""
-    results = score(model, job.input_ids, job.methods, prompt_tokens=job.prompt_tokens, storage=job.storage)
+    results = score(loaded.model, job.input_ids, job.methods, prompt_tokens=job.prompt_tokens, storage=job.storage)
     for path, method, scored in zip(job.paths, job.methods, results, strict=True):
         document = {"method": repr(method), "windows": job.labels, "scored": [asdict(item) for item in scored]}
         write_text(path, json.dumps(document) + "\n")

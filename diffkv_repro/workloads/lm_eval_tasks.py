@@ -11,6 +11,7 @@ from diffkv_repro.core.files import write_text
 from diffkv_repro.workloads.tasks import PATTERNS, Item, passkey, recall
 
 TAG = "diffkv_local"
+LOCAL_TASKS = ("diffkv_recall", "diffkv_recall_choice", "diffkv_passkey")
 
 
 def write_lm_eval_tasks(
@@ -25,16 +26,12 @@ def write_lm_eval_tasks(
     """
     folder = Path(folder).expanduser().resolve()
     recalled = recall(documents, pairs=pairs, seed=seed)
-    tasks = {
-        "diffkv_recall": (recalled, _generation),
-        "diffkv_recall_choice": (recalled, _choice),
-        "diffkv_passkey": (passkey(documents, words=words, seed=seed), _generation),
-    }
-    for name, (items, settings) in tasks.items():
+    made = ((recalled, _generation), (recalled, _choice), (passkey(documents, words=words, seed=seed), _generation))
+    for name, (items, settings) in zip(LOCAL_TASKS, made, strict=True):
         data = write_text(folder / f"{name}.jsonl", "".join(f"{json.dumps(_row(item))}\n" for item in items))
         document = _common(name, data) | settings(items)
         write_text(folder / f"{name}.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-    return list(tasks)
+    return list(LOCAL_TASKS)
 
 
 def _row(item: Item) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """H2O against plain loops over full score matrices: who stays after the prompt, and who goes at each step."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from cache_helpers import cut, ids_of, mask_of, place_of, prompt_of, random_call, rows_of
+from cache_helpers import cut, ids_of, mask_of, prompt_of, rows_of
+from dropper_checks import call_of, decoded, of_rows, prefilled
 from tiny import tiny_llama
 
 from diffkv_repro.baselines import baseline
@@ -13,32 +13,6 @@ from diffkv_repro.baselines.h2o import H2O, accumulated_scores, highest
 from diffkv_repro.cache import compress
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
-
-
-def call_of(tokens, batch=1):
-    """A random prompt whose keys and values FP16 holds exactly, so that storing them changes nothing."""
-    call = random_call(batch=batch, tokens=tokens)
-    return replace(call, key=call.key.half().float(), value=call.value.half().float())
-
-
-def of_rows(call, rows):
-    """Other sequences, or other orders of them."""
-    return replace(call, query=call.query[rows], key=call.key[rows], value=call.value[rows])
-
-
-def prefilled(method, call, prompt, padding=None, storage="simulated"):
-    layer = method.layer(place_of(), storage)
-    layer.prefill(prompt_of(cut(call, 0, prompt), padding), rows_of(len(call.key), prompt, padding))
-    return layer
-
-
-def decoded(layer, call, prompt, padding=None, sizes=None):
-    """Outputs of the tokens after the prompt, ``sizes`` of them at a time (one by one if not given)."""
-    outputs, at = [], prompt
-    for size in sizes or [1] * (call.key.shape[2] - prompt):
-        outputs.append(layer.decode(cut(call, at, at + size), rows_of(len(call.key), at + size, padding)))
-        at += size
-    return torch.cat(outputs, dim=2)
 
 
 def kept_columns(layer, row=0):

@@ -3,9 +3,11 @@
 import math
 from dataclasses import replace
 
+import dropper_checks
 import pytest
 import torch
-from cache_helpers import cut, ids_of, mask_of, place_of, prompt_of, random_call, rows_of
+from cache_helpers import cut, ids_of, mask_of, place_of, prompt_of, rows_of
+from dropper_checks import call_of, decoded, of_rows
 from tiny import tiny_gemma2, tiny_llama
 
 from diffkv_repro.baselines import baseline
@@ -17,29 +19,8 @@ HEADS, KV_HEADS, DIM = 6, 2, 8
 SMALL = {"page": 4, "dense_layers": 0}
 
 
-def call_of(tokens, batch=1, **options):
-    """A random prompt whose keys and values FP16 holds exactly, so that storing them changes nothing."""
-    call = random_call(batch=batch, tokens=tokens, **options)
-    return replace(call, key=call.key.half().float(), value=call.value.half().float())
-
-
-def of_rows(call, rows):
-    """Other sequences, or other orders of them."""
-    return replace(call, query=call.query[rows], key=call.key[rows], value=call.value[rows])
-
-
 def prefilled(method, call, prompt, padding=None, storage="simulated", layer=0):
-    cache = method.layer(place_of(layer, layers=2), storage)
-    cache.prefill(prompt_of(cut(call, 0, prompt), padding), rows_of(len(call.key), prompt, padding))
-    return cache
-
-
-def decoded(layer, call, prompt, padding=None, sizes=None):
-    outputs, at = [], prompt
-    for size in sizes or [1] * (call.key.shape[2] - prompt):
-        outputs.append(layer.decode(cut(call, at, at + size), rows_of(len(call.key), at + size, padding)))
-        at += size
-    return torch.cat(outputs, dim=2)
+    return dropper_checks.prefilled(method, call, prompt, padding, storage, layer, layers=2)
 
 
 def naive(call, prompt, method):

@@ -1,10 +1,9 @@
 """SnapKV against plain loops over full score matrices."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from cache_helpers import cut, ids_of, mask_of, place_of, prompt_of, random_call, rows_of
+from cache_helpers import cut, ids_of, mask_of, rows_of
+from dropper_checks import call_of, kept_columns, of_rows, prefilled
 from tiny import tiny_llama
 
 from diffkv_repro.baselines import baseline
@@ -14,27 +13,6 @@ from diffkv_repro.models.hf import AttentionCall
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 SMALL = {"window": 5, "kernel": 3}
-
-
-def call_of(tokens, batch=1):
-    """A random prompt whose keys and values FP16 holds exactly, so that storing them changes nothing."""
-    call = random_call(batch=batch, tokens=tokens)
-    return replace(call, key=call.key.half().float(), value=call.value.half().float())
-
-
-def of_rows(call, rows):
-    """Other sequences, or other orders of them."""
-    return replace(call, query=call.query[rows], key=call.key[rows], value=call.value[rows])
-
-
-def prefilled(method, call, prompt, padding=None, storage="simulated"):
-    layer = method.layer(place_of(), storage)
-    layer.prefill(prompt_of(cut(call, 0, prompt), padding), rows_of(len(call.key), prompt, padding))
-    return layer
-
-
-def kept_columns(layer, row=0):
-    return [tier.ge(0).nonzero().flatten().tolist() for tier in layer.store.tier[row]]
 
 
 def full_scores(call):

@@ -9,6 +9,7 @@ from tiny import save, tiny_llama
 from diffkv_repro.baselines.budgets import AtShare, EqualBudget
 from diffkv_repro.cache import FullPrecision, Uniform, compress
 from diffkv_repro.evaluation import divergence as module
+from diffkv_repro.evaluation import workers
 from diffkv_repro.evaluation.divergence import divergence
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads import Window
@@ -79,6 +80,22 @@ def test_what_is_kept_is_not_generated_again(loaded, windows, tmp_path, monkeypa
         path.write_text(damaged)
         assert_frame_equal(divergence(loaded, windows, [COARSE], tmp_path, **SIZES), first)
         assert seen == ["K1V1"]
+
+
+def refuse(*_arguments, **_options):
+    raise AssertionError("generated again")
+
+
+def test_processes_give_the_table_of_one(loaded, windows, tmp_path, monkeypatch):
+    methods = [COARSE, Uniform("K8V4")]
+    alone = divergence(loaded, windows, methods, tmp_path / "one", batch=2, workers=1, **SIZES)
+    monkeypatch.setattr(workers, "_WORTH_WORKERS", 0)
+    monkeypatch.setattr(module, "compress", refuse)  # in this process; the others import their own
+    together = divergence(loaded, windows, methods, tmp_path / "two", batch=2, workers=2, **SIZES)
+    assert_frame_equal(together, alone)
+    kept = [sorted((path.name, path.read_text()) for path in (tmp_path / name).iterdir()) for name in ("one", "two")]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 2 * 3
 
 
 def test_full_precision_is_there_once(loaded, windows, tmp_path):

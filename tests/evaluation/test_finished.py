@@ -56,6 +56,27 @@ def test_what_was_put_is_there_after_a_kill(tmp_path):
     assert sqlite3.connect(tmp_path / "done.db").execute("SELECT count(*) FROM finished").fetchone() == (10,)
 
 
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    path, children = tmp_path / "done.db", []
+    for writer in range(4):
+        children.append(os.fork())
+        if children[-1] == 0:
+            failed = 1
+            try:
+                store = Finished(path, {})  # all of them find no table
+                for index in range(50):
+                    store.put([((writer, index), index), ("shared", "whole")])
+                    failed = int(store.get((writer, index)) != index)
+                    if failed:
+                        break
+            finally:
+                os._exit(failed)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    store = Finished(path, {})
+    assert all(store.get((writer, index)) == index for writer in range(4) for index in range(50))
+    assert store.get("shared") == "whole"
+
+
 def test_other_files_are_refused_by_name(tmp_path):
     (tmp_path / "notes.txt").write_text("not a data base, but long enough to be taken for one " * 20)
     with pytest.raises(ValueError, match=r"notes\.txt does not hold finished answers"):

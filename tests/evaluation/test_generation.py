@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diffkv_repro.cache import FullPrecision, Uniform, compress
-from diffkv_repro.evaluation import generation
+from diffkv_repro.evaluation import generation, workers
 from diffkv_repro.evaluation.decoding import Row, hold_back, left_padded, score
-from diffkv_repro.evaluation.generation import run_tasks
+from diffkv_repro.evaluation.generation import run_tasks, run_tasks_of
 from diffkv_repro.evaluation.methods import make_method, methods
 from diffkv_repro.evaluation.teacher_forced import NotReadError
 from diffkv_repro.models import load_model
@@ -84,9 +84,41 @@ def test_finished_items_are_not_run_again(loaded, items, tmp_path, monkeypatch):
     assert sum(calls) == 5
 
 
+def refuse(*_arguments):
+    raise AssertionError("answered again")
+
+
+def test_many_methods_in_processes_give_what_each_gives_alone(loaded, items, tmp_path, monkeypatch):
+    asked = {"exact": FullPrecision(), "coarse": Uniform("K2V2"), "policy": POLICY}
+    alone = {name: run_tasks(loaded, items, method, batch_size=3) for name, method in asked.items()}
+    assert run_tasks_of(loaded, items, asked, batch_size=3, workers=1) == alone
+    monkeypatch.setattr(workers, "_WORTH_WORKERS", 0)
+    monkeypatch.setattr(generation, "_generate", refuse)  # in this process; the others import their own
+    store = tmp_path / "done.db"
+    assert run_tasks_of(loaded, items, asked, batch_size=3, finished=store, workers=2) == alone
+    assert run_tasks_of(loaded, items, asked, finished=store, workers=2) == alone
+    assert run_tasks(loaded, items, POLICY, finished=store) == alone["policy"]
+    with pytest.raises(AssertionError, match="answered again"):
+        run_tasks_of(loaded, items, asked, finished=store, min_decoded=0, workers=1)
+
+
+def test_batches_are_those_of_the_device(loaded, items, monkeypatch):
+    seen, real = [], generation._generate
+
+    def counting(session, loaded, requests, min_decoded):
+        seen.append(len(requests))
+        return real(session, loaded, requests, min_decoded)
+
+    monkeypatch.setattr(generation, "_generate", counting)
+    run_tasks_of(loaded, items * 2, {"exact": FullPrecision()})
+    assert seen == [8, 2]
+
+
 def test_refusals(loaded, items):
     with pytest.raises(ValueError, match="batch_size is 0, min_decoded 1"):
         run_tasks(loaded, items, POLICY, batch_size=0)
+    with pytest.raises(ValueError, match="batch_size is 0, min_decoded 1"):
+        run_tasks_of(loaded, items, {"policy": POLICY}, batch_size=0)
     with pytest.raises(ValueError, match="6 of 5 tokens cannot be scored"):
         Row([1] * 5, scored=6, decoded=1)
     with pytest.raises(ValueError, match="4 of 4 inputs cannot be decoded"):

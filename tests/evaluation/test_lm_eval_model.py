@@ -180,6 +180,15 @@ def test_sampled_answers_are_not_kept(folder, tmp_path):
         assert ours.answers.resumed == 0
 
 
+def test_greedy_answers_are_kept_whatever_their_temperature(folder, tmp_path):
+    options = {"until": [], "max_gen_toks": 4, "do_sample": False, "temperature": 1}  # as LongBench's tasks have it
+    given = requests("generate_until", [("w5 w6 w7", options)])
+    for resumed in (0, 1):
+        ours = model(folder, **EXACT, finished=tmp_path / "done.db")
+        ours.generate_until(given)
+        assert ours.answers.resumed == resumed
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """A task of each kind on 6 made-up documents."""

@@ -10,7 +10,7 @@ from tiny import save, tiny_llama
 
 from diffkv_repro.baselines.budgets import AtShare, EqualBudget, Threshold
 from diffkv_repro.cache import FullPrecision, Uniform
-from diffkv_repro.evaluation import sweep
+from diffkv_repro.evaluation import sweep, workers
 from diffkv_repro.evaluation.sweep import compare, difference, fit_on_items, summarise
 from diffkv_repro.evaluation.teacher_forced import prefill
 from diffkv_repro.models import load_model
@@ -154,8 +154,8 @@ def test_two_methods_of_one_label_are_refused(loaded, tmp_path):
 
 def test_processes_give_the_table_of_one(loaded, tmp_path, monkeypatch):
     alone = run(loaded, tmp_path / "one", workers=1)
-    monkeypatch.setattr(sweep, "_WORTH_WORKERS", 0)
-    monkeypatch.setattr(sweep, "_run", refuse)  # in this process; the others import their own
+    monkeypatch.setattr(workers, "_WORTH_WORKERS", 0)
+    monkeypatch.setattr(sweep, "score", refuse)  # in this process; the others import their own
     together = run(loaded, tmp_path / "two", workers=2)
     assert_frame_equal(together, alone, check_exact=False, atol=1e-6)
     assert len(list((tmp_path / "two").glob("*.json"))) == 3 * 3
