@@ -203,6 +203,28 @@ def compress(
         typer.echo(cost.summary())
 
 
+@bench.command()
+def kernels(
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
+    lengths: Annotated[list[int] | None, typer.Option("--length", min=1, help="Tokens; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 30,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,
+) -> None:
+    """Decode attention over pages against the fastest FP16 attention here; needs a CUDA device."""
+    from diffkv_repro.core.files import write_text
+    from diffkv_repro.diffkv import bench_kernels as own
+
+    timings = []
+    try:
+        for timing in own.bench_kernels(batches or (32, 128), lengths or (4096, 16384), repeats=repeats):
+            timings.append(timing)
+            typer.echo(timing.summary())
+    except RuntimeError as error:
+        _fail(str(error))
+    if output is not None:
+        write_text(output, json.dumps([timing.as_dict() for timing in timings], indent=1) + "\n")
+
+
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Argument(help="Policy file to write, as policy.json.")],

@@ -118,16 +118,21 @@ def unsupported(layouts, *, group: int) -> str:
     return ""
 
 
-@cache
-def _source() -> str:
-    return files("diffkv_repro.kernels").joinpath("decode_attention.cu").read_text(encoding="utf-8")
+def compile_shape(shape: Shape, arch: str) -> bytes:
+    """Machine code of the kernel for ``arch``, as ``sm_90``; clusters need that or a later one."""
+    folder = files("diffkv_repro.kernels")
+    source, *headers = (
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("decode_attention.cu", "decode_step.cuh", "mma_fields.cuh")
+    )
+    named = dict(zip(("decode_step.cuh", "mma_fields.cuh"), headers, strict=True))
+    return compile_cubin(source, shape.defines(), arch, named)
 
 
 @cache
 def _load(shape: Shape, shared: int, device: int) -> Function:
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_cubin(_source(), shape.defines(), f"sm_{major}{minor}")
-    return Function(cubin, "decode_attention", shared)
+    return Function(compile_shape(shape, f"sm_{major}{minor}"), "decode_attention", shared)
 
 
 @cache
@@ -157,12 +162,20 @@ def plan(
     return best and best[1]
 
 
-def supports(view, query: Tensor, *, max_tokens: int, update_scores: bool) -> bool:
-    """Whether :func:`decode_attention_cuda` can serve this cache and query here; otherwise the Triton kernel can."""
+def refusal(view, query: Tensor, max_tokens: int, update_scores: bool, out: Tensor | None = None) -> str:
+    """Why :func:`decode_attention_cuda` cannot serve this cache and query here, where the Triton kernel can; or ""."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"queries of {query.dtype}"
+    if out is not None and out.dtype != query.dtype:
+        return f"an output of {out.dtype} from queries of {query.dtype}"
+    if not available():
+        return "NVRTC was not found"
     group = query.shape[1] // view.kv_heads
-    if query.dtype not in (torch.float16, torch.bfloat16) or unsupported(view.layouts, group=group) or not available():
-        return False
-    return _planned(view, query, max_tokens, update_scores) is not None
+    if reason := unsupported(view.layouts, group=group):
+        return reason
+    if _planned(view, query, max_tokens, update_scores) is None:
+        return f"{max_tokens} tokens a head at {group} query heads a KV head do not fit in shared memory"
+    return ""
 
 
 def _planned(view, query: Tensor, max_tokens: int, update_scores: bool) -> Shape | None:
@@ -179,14 +192,12 @@ def decode_attention_cuda(
 
     ``max_tokens`` bounds the tokens of a head (all tiers); it fixes the launch, so that a captured graph stays valid
     as lengths grow. With ``update_scores`` each token's score in its page grows by its largest probability over the
-    query heads of its KV head, except that of tier-0 slot ``newest`` int32 [batch, kv_heads] (-1: none).
+    query heads of its KV head, except that of tier-0 slot ``newest`` int32 [batch, kv_heads] (-1: none). Raises
+    ValueError for what :func:`refusal` names.
     """
+    if reason := refusal(view, query, max_tokens, update_scores, out):
+        raise ValueError(reason)
     shape = _planned(view, query, max_tokens, update_scores)
-    if shape is None:
-        raise ValueError(
-            f"{max_tokens} tokens a head at {query.shape[1] // view.kv_heads} query heads a KV head do not fit in "
-            "shared memory; take the Triton kernel"
-        )
     out = torch.empty_like(query) if out is None else out
     function = _load(shape, shape.shared_bytes(max_tokens), query.device.index)
     tables, lengths = view.tables[0, :, layer], view.lengths[:, layer]

@@ -40,6 +40,7 @@ def _nvrtc() -> ctypes.CDLL:
     )
 
 
+@cache
 def available() -> bool:
     """Whether NVRTC can be loaded."""
     try:
@@ -49,8 +50,10 @@ def available() -> bool:
     return True
 
 
-def compile_cubin(source: str, defines: dict[str, int], arch: str) -> bytes:
-    """Machine code of ``source`` for ``arch`` (``sm_90``), with preprocessor ``defines``; from disk the second time.
+def compile_cubin(source: str, defines: dict[str, int], arch: str, headers: dict[str, str] | None = None) -> bytes:
+    """Machine code of ``source`` for ``arch`` (``sm_90``); from disk the second time.
+
+    ``defines`` are preprocessor symbols, ``headers`` the texts of the files that it includes, by name.
 
     Raises :class:`CompileError` with the compiler's log, ``OSError`` where there is no NVRTC.
     """
@@ -59,12 +62,21 @@ def compile_cubin(source: str, defines: dict[str, int], arch: str) -> bytes:
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
-    key = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:24]
+    headers = headers or {}
+    key = hashlib.sha256(
+        repr((source, sorted(headers.items()), options, major.value, minor.value)).encode()
+    ).hexdigest()[:24]
     kept = cache_dir() / "cubin" / f"{key}.cubin"
     if kept.exists():
         return kept.read_bytes()
     program = ctypes.c_void_p()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+    texts, names = (
+        (ctypes.c_char_p * len(headers))(*(part.encode() for part in side)) for side in (headers.values(), headers)
+    )
+    created = library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", len(headers), texts, names
+    )
+    _check(library, created)
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), arguments):

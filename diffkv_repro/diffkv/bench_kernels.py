@@ -24,7 +24,7 @@ MIXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "K8V4": (("K8V4",), (1.0,)),
     "K4V4": (("K4V4",), (1.0,)),
     "K4V2": (("K4V2",), (1.0,)),
-    "30 % K8V4, 60 % K4V2": (("K8V4", "K4V2"), (0.3, 0.6)),
+    "30 % K8V4, 60 % K4V2, 10 % pruned": (("K8V4", "K4V2"), (0.3, 0.6)),
     "FP16": (("FP16",), (1.0,)),
 }
 """Tiers and the share of the tokens in each; what is missing to 1 is pruned. "FP16" is this kernel on FP16 pages."""
@@ -59,6 +59,14 @@ class KernelTiming:
     def of_ceiling(self) -> float:
         """Bytes over time as a share of the read bandwidth measured in the same run."""
         return self.read_bytes / (self.median * 1e-6) / self.ceiling
+
+    def summary(self) -> str:
+        """One line for people."""
+        scores = ", scores updated" if self.scores else ""
+        return (
+            f"{self.batch} x {self.length:,} tokens, {self.kernel} on {self.cache}{scores}: {self.median:.1f} us "
+            f"({self.least:.1f} to {self.most:.1f}), {100 * self.of_ceiling:.0f} % of the read bandwidth"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

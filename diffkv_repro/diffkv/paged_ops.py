@@ -105,17 +105,21 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """See :func:`diffkv_repro.diffkv.reference_attention.decode_attention`.
 
-    On a GPU ``kernel`` is the CUDA kernel where it covers the shape and the Triton kernel elsewhere, unless named.
+    On a GPU ``kernel`` is the CUDA kernel where it covers the case and the Triton kernel elsewhere, unless named.
+    Raises ValueError for a named CUDA kernel that does not cover it.
     """
     options = {"layer": layer, "requests": requests, "scale": scale, "update_scores": update_scores, "newest": newest}
     if not uses_triton(view.pool):
         return reference_attention.decode_attention(view, query, bias=bias, max_tokens=max_tokens, out=out, **options)
-    if kernel != "triton" and query.is_cuda and bias is None and (out is None or out.dtype == query.dtype):
-        from diffkv_repro.kernels.decode_cuda import decode_attention_cuda, supports
+    if kernel != "triton" and query.is_cuda:
+        from diffkv_repro.kernels.decode_cuda import decode_attention_cuda, refusal
 
         bound = max_tokens or view.max_tokens
-        if kernel == "cuda" or supports(view, query, max_tokens=bound, update_scores=update_scores):
+        why = "keys without their bias" if bias is not None else refusal(view, query, bound, update_scores, out)
+        if not why:
             return decode_attention_cuda(view, query, max_tokens=bound, out=out, **options)
+        if kernel == "cuda":
+            raise ValueError(f"the CUDA kernel does not cover this: {why}")
     from diffkv_repro.kernels.decode_triton import decode_attention_triton
 
     return decode_attention_triton(view, query, bias=bias, max_tokens=max_tokens, out=out, **options)

@@ -74,6 +74,28 @@ def table_3(paper: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def figure_15(paper: Mapping[str, Any]) -> dict[str, float]:
+    """What scores cost beside the codes, and what a byte model allows end to end.
+
+    The model: time goes as bytes, the weights are read once, and so is the KV cache, or once for each query head of a
+    KV head by both kernels (rereads).
+    """
+    model, sizes, scores = paper["byte_model"], paper["end_to_end"], paper["released_code_score_bytes"]
+    queries = model["queries_per_kv_head"]["llama3_8b"]
+    traffic = scores["per_query_head"] * queries + scores["per_kv_head"]
+
+    def gain(name: str, *, reads: int = 1) -> float:
+        weights = model["weight_bytes_per_parameter"] * 1e9 * model["parameters_billion"][name]
+        cache = reads * sizes["batch"] * sizes["length"] * model["kv_bytes_per_token"][name]
+        return (weights + cache) / (weights + model["kv_kept"] * cache)
+
+    return {
+        "score_traffic_over_k4v2_read_percent": 100 * traffic / paper["bytes_read_per_token"]["K4V2"],
+        "largest_end_to_end_ceiling": max(gain(name) for name in model["parameters_billion"]),
+        "end_to_end_ceiling_with_rereads": gain("llama3_8b", reads=queries),
+    }
+
+
 def _in_pages(percent: float, paper: Mapping[str, Any], per_page: Mapping[str, int] | None = None) -> float:
     """A nominal memory in % as bytes of whole pages, with nothing pruned: it then fixes the share of each tier."""
     per_page = per_page or paper["tokens_per_page"]

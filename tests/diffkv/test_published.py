@@ -10,6 +10,7 @@ from diffkv_repro.diffkv import published
 ENTRIES = yaml.safe_load((Path(__file__).parents[2] / "claims.yaml").read_text(encoding="utf-8"))["figures"]
 FUNCTIONS = {
     "diffkv-fig12": published.figure_12,
+    "diffkv-fig15": published.figure_15,
     "diffkv-tab1": published.table_1,
     "diffkv-tab2": published.table_2,
     "diffkv-tab3": published.table_3,
@@ -46,6 +47,15 @@ def test_figure_12():
         "k4v2_true_percent": 100 * 112 / 512,
         "k4v2_true_percent_head_dim_64": 100 * 64 / 256,
         "mean_threshold_ratio_position_over_length": harmonic,
+    })  # fmt: skip
+
+
+def test_figure_15():
+    weights, cache = 16.06e9, 8 * 4096 * 131072
+    assert found("diffkv-fig15") == pytest.approx({
+        "score_traffic_over_k4v2_read_percent": 100 * 40 / 104,
+        "largest_end_to_end_ceiling": (weights + cache) / (weights + cache / 4),
+        "end_to_end_ceiling_with_rereads": (weights + 4 * cache) / (weights + cache),
     })  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -106,8 +107,8 @@ def napping(_loaded, _job):
 def test_workers_die_with_their_parent(loaded, tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(_NOTEBOOK)
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, os.path.join(here, "tests")])}
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
     with subprocess.Popen(
         [sys.executable, script, loaded.source], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:

@@ -33,11 +33,11 @@ def test_compiles_ahead_of_time(arch, tiers, head_dim, group, tmp_path, monkeypa
     cluster = 4 if arch == "sm_90" else 1
     options = {"update_scores": True, "bfloat16": group == 5, "cluster": cluster}
     shape = decode_cuda.Shape.of(layouts(tiers, head_dim), group=group, **options)
-    code = nvrtc.compile_cubin(decode_cuda._source(), shape.defines(), arch)
+    code = decode_cuda.compile_shape(shape, arch)
     assert code[:4] == b"\x7fELF"
     kept = list(tmp_path.rglob("*.cubin"))
     assert [path.read_bytes() for path in kept] == [code]
-    assert nvrtc.compile_cubin(decode_cuda._source(), shape.defines(), arch) == code
+    assert decode_cuda.compile_shape(shape, arch) == code
 
 
 @needs_nvrtc
