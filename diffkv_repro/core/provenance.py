@@ -83,6 +83,12 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return cpu_name()
+
+
+@cache
+def cpu_name() -> str:
+    """The CPU and its usable cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{_cpu_model()} ({cores} cores)"
 

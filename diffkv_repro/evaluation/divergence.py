@@ -12,7 +12,7 @@ from rich.progress import track
 
 from diffkv_repro.cache import FullPrecision, Method, compress
 from diffkv_repro.core.files import write_text
-from diffkv_repro.evaluation.sweep import code_digest
+from diffkv_repro.evaluation.digest import code_digest
 from diffkv_repro.evaluation.workers import shared
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.windows import Window
@@ -101,6 +101,6 @@ def _read(path: Path) -> dict | None:
 def _key(loaded: LoadedModel, ids: torch.Tensor, method: Method, new_tokens: int, storage: str) -> str:
     what = [
         loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), new_tokens, storage,
-        list(ids.shape), code_digest(),
+        list(ids.shape), code_digest("evaluation/divergence"),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(what).encode() + ids.numpy().tobytes()).hexdigest()[:24]

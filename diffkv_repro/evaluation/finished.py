@@ -10,13 +10,11 @@ from typing import Any
 from diffkv_repro.cache.method import Method
 from diffkv_repro.core.files import WriteError
 from diffkv_repro.core.provenance import package_versions
+from diffkv_repro.evaluation.digest import code_digest
 from diffkv_repro.evaluation.methods import parameters
 from diffkv_repro.models import LoadedModel
 
-_CODE = (
-    "attention_stats/*.py", "baselines/*.py", "cache/*.py", "core/*.py", "diffkv/*.py", "models/*.py",
-    "evaluation/decoding.py", "evaluation/generation.py", "evaluation/lm_eval_model.py",
-)  # fmt: skip
+_CODE = ("evaluation/decoding", "evaluation/generation", "evaluation/lm_eval_model")
 
 
 class Finished:
@@ -84,14 +82,8 @@ def identity_of(loaded: LoadedModel, method: Method, storage: str) -> dict[str, 
         "method": parameters(method),
         "storage": storage,
         "versions": versions,
-        "code": _code_digest(),
+        "code": code_digest(*_CODE)[:16],
     }
-
-
-def _code_digest() -> str:
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

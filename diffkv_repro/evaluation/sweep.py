@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -15,22 +14,13 @@ from diffkv_repro.cache import FullPrecision, Method
 from diffkv_repro.core.files import write_text
 from diffkv_repro.core.provenance import package_versions
 from diffkv_repro.core.timing import give_back_freed
+from diffkv_repro.evaluation.digest import code_digest
 from diffkv_repro.evaluation.intervals import Interval, mean_interval
 from diffkv_repro.evaluation.teacher_forced import Scored, prefill, score
 from diffkv_repro.evaluation.workers import shared
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
-
-_SOURCES = (
-    "attention_stats/*",
-    "baselines/*",
-    "cache/*",
-    "core/*",
-    "diffkv/*",
-    "evaluation/teacher_forced",
-    "models/*",
-)
 
 
 @dataclass(frozen=True)
@@ -145,16 +135,8 @@ def _key(loaded: LoadedModel, group: Sequence[Window], method: Method, prompt_to
     versions = {name: version for name, version in package_versions().items() if name in ("torch", "transformers")}
     what = [
         loaded.fingerprint, str(loaded.model.dtype), loaded.device.type, repr(method), prompt_tokens, storage, versions,
-        code_digest(),
+        code_digest("evaluation/teacher_forced"),
     ]  # fmt: skip
     tokens = torch.cat([window.input_ids for window in group])
     what.append(list(tokens.shape))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode() + tokens.numpy().tobytes()).hexdigest()[:24]
-
-
-@cache
-def code_digest() -> str:
-    """Identity of the code that measurements depend on, for the names of their files."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(path for pattern in _SOURCES for path in package.glob(f"{pattern}.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

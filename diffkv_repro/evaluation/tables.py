@@ -121,6 +121,20 @@ def table_1(rows: pd.DataFrame, recalled: Mapping[str, Sequence[TaskResult]], *,
     return pd.DataFrame(result).T.rename_axis("method")
 
 
+def table_2(rows: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+    """Text for each method: loss with its interval over texts, agreement, memory."""
+    result = {}
+    for _, row in points(rows, seed=seed).iterrows():
+        result[row["method"]] = {
+            "added nats": f"{row['added_nll']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+            "agreement": f"{row['agreement']:.3f}",
+            "n": len(rows["window"].unique()),
+            "nominal": f"{row['nominal']:.1%}",
+            "true": f"{row['true']:.1%}",
+        }
+    return pd.DataFrame(result).T.rename_axis("method")
+
+
 def table_3(ran: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     """Text for each method: tokens before the first difference, share of texts without one, memory."""
     result = {}

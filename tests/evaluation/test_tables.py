@@ -14,6 +14,7 @@ from diffkv_repro.evaluation.tables import (
     nearest,
     points,
     table_1,
+    table_2,
     table_3,
 )
 
@@ -140,6 +141,13 @@ def test_table_1_in_words():
     assert (row["agreement"], row["nominal"], row["true"]) == ("0.970", "15.0%", "30.0%")
     assert row["recall"].startswith("0.50 [0.")
     assert table.loc["b", "recall"] == "0.00 [0.00, 0.00]"
+
+
+def test_table_2_in_words():
+    table = table_2(ROWS)
+    assert table.loc["a"].to_dict() == {
+        "added nats": "+0.050 [+0.040, +0.060]", "agreement": "0.970", "n": 2, "nominal": "15.0%", "true": "30.0%",
+    }  # fmt: skip
 
 
 def test_table_3_in_words():

@@ -43,13 +43,14 @@ def worked_example(steps: Sequence[Snapshot]) -> go.Figure:
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     figure.update_yaxes(
-        visible=True, showline=False, showgrid=False, ticks="", tickvals=[1, 0], ticktext=[f"KV head {h}" for h in HEADS],
-        row=2, col=1,
+        visible=True, showline=False, showgrid=False, ticks="", tickvals=[1, 0],
+        ticktext=[f"KV head {name}" for name in HEADS], row=2, col=1,
     )  # fmt: skip
-    for text, y in (
-        ("<b>circular free list</b>", 1.0),
-        ("<b>page tables</b>: high pages from the left, low from the right", 0.3),
-    ):
+    captions = {
+        "<b>circular free list</b>": 1,
+        "<b>page tables</b>: high pages from the left, low pages from the right": 0.31,
+    }
+    for text, y in captions.items():
         figure.add_annotation(
             text=text, xref="paper", yref="paper", x=-0.08, y=y, xanchor="left", yanchor="bottom", showarrow=False,
             font={"size": 13},
@@ -67,7 +68,7 @@ def _draw_list(figure: go.Figure, shot: Snapshot, column: int) -> None:
     names = ["empty" if page is None else "free" for page in shot.slots]
     figure.add_scatter(
         x=np.cos(angle), y=np.sin(angle), mode="markers+text", showlegend=False,
-        marker={"color": [_FILLS[name] for name in names], "size": 25, "line": {"width": 1, "color": "#AAAAAA"}},
+        marker={"color": [_FILLS[name] for name in names], "size": 23, "line": {"width": 1, "color": "#AAAAAA"}},
         text=["" if page is None else str(page) for page in shot.slots], textfont={"color": "white", "size": 13},
         customdata=list(range(count)), hovertemplate="slot %{customdata} of the list: page %{text}<extra></extra>",
         row=1, col=column,
@@ -76,16 +77,21 @@ def _draw_list(figure: go.Figure, shot: Snapshot, column: int) -> None:
     for slot, name in ends.items():
         x, y = np.cos(angle[slot]), np.sin(angle[slot])
         figure.add_annotation(
-            x=1.22 * x, y=1.22 * y, ax=1.62 * x, ay=1.62 * y, axref=f"x{column}", ayref=f"y{column}",
+            x=1.22 * x, y=1.22 * y, ax=1.66 * x, ay=1.66 * y, axref=f"x{column}", ayref=f"y{column}",
             text=f"<b>{name}</b>", showarrow=True, arrowhead=2, arrowcolor="#444444", font={"size": 13},
-            xanchor="center", row=1, col=column,
+            xanchor=_side(x), row=1, col=column,
         )  # fmt: skip
     figure.add_annotation(
-        x=0, y=0, text=f"{len(shot.free)} of {count}<br>pages free", showarrow=False, font={"size": 13},
+        x=0, y=0, text=f"{len(shot.free)} of {count}<br>free", showarrow=False, font={"size": 13},
         row=1, col=column,
     )  # fmt: skip
-    figure.update_xaxes(range=[-1.75, 1.75], row=1, col=column)
-    figure.update_yaxes(range=[-1.3, 1.9], scaleanchor=f"x{column}", row=1, col=column)
+    figure.update_xaxes(range=[-1.9, 1.9], row=1, col=column)
+    figure.update_yaxes(range=[-1.5, 1.9], scaleanchor=f"x{column}", row=1, col=column)
+
+
+def _side(x: float) -> str:
+    """Which end of a label is at its arrow, for one that lies left, above or below, or right of the list."""
+    return "left" if x > 0.8 else "right" if x < -0.8 else "center"
 
 
 def _draw_tables(figure: go.Figure, shot: Snapshot, plan: Snapshot | None, column: int) -> None:
@@ -174,7 +180,9 @@ def request_pages(pages: pd.DataFrame, entries: int, tiers: Sequence[str], title
     figure.update_yaxes(
         categoryorder="array", categoryarray=rows[::-1], range=[-0.6, len(rows) - 0.4], showgrid=False
     )  # fmt: skip
-    figure.update_layout(title=title, legend=LEGEND_ABOVE, margin_t=112, height=220 + 46 * len(rows))
+    figure.update_layout(
+        title=title, legend=LEGEND_ABOVE, height=220 + 46 * len(rows), margin={"t": 112, "l": 160 if several else 100}
+    )
     return figure
 
 
