@@ -204,6 +204,29 @@ def compress(
 
 
 @bench.command()
+def memory(
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 20,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,
+) -> None:
+    """The memory managers of Figure 13, prompt and generation phase, on the GPU if there is one, and on the CPU."""
+    from diffkv_repro.core.files import write_text
+    from diffkv_repro.core.provenance import cpu_name, device_name
+    from diffkv_repro.diffkv import bench_memory as own
+    from diffkv_repro.diffkv.bench_summary import timing_table
+
+    with _waiting("timing the managers"):
+        timings = _guarded(own.bench_memory, batches or (1, 16, 64), length, layers, kv_heads, repeats=repeats)
+    typer.echo(f"device: {device_name()}; host: {cpu_name()}")
+    typer.echo(timing_table(timings).to_string(index=False, float_format="{:.3f}".format))
+    if output is not None:
+        write_text(output, json.dumps([timing.as_dict() for timing in timings], indent=1) + "\n")
+
+
+@bench.command()
 def kernels(
     batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", min=1, help="Tokens; may be repeated.")] = None,

@@ -37,6 +37,16 @@ def test_bench_stats_prints_ratios_and_keeps_them(tmp_path):
     assert re.search(r"at 64 tokens, \d+ MiB at 128: [\d.]+ x the linear prediction", done.stdout)
 
 
+def test_bench_memory_prints_every_manager_and_keeps_the_times(tmp_path):
+    sizes = ("--batch", "1", "--batch", "2", "--length", "40", "--layers", "1", "--kv-heads", "2", "--repeats", "2")
+    done = call("bench", "memory", *sizes, "--output", str(tmp_path / "times.json"))
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "times.json").read_text())
+    assert {(row["phase"], row["batch"]) for row in rows} == {(p, b) for p in ("prompt", "generation") for b in (1, 2)}
+    for word in ("host: ", "host, Python", "host, compiled", "median ms"):
+        assert word in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

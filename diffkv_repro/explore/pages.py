@@ -44,16 +44,24 @@ def draw_request(memory: PagedMemory, slot: int, layer: int) -> go.Figure:
     return drawing.finish(figure, "numbers are page ids; paler pages are partly filled")
 
 
-def page_inspector(memory: PagedMemory) -> ipywidgets.Widget:
-    """Choose a request and a layer, see its pages."""
-    from IPython.display import display
+def page_inspector(memory: PagedMemory) -> ipywidgets.VBox:
+    """Choose a request and a layer, see its pages.
 
+    Without an ``Output`` widget: those swallow what a callback raises, and nbclient waits for them in vain.
+    """
     held = memory.page_counts.sum(dim=(1, 2, 3)).tolist()
     slots = [slot for slot, pages in enumerate(held) if pages]
     if not slots:
         raise ValueError("no request holds a page; there is nothing to inspect")
-    return ipywidgets.interactive(
-        lambda request, layer: display(draw_request(memory, request, layer)),
-        request=ipywidgets.Dropdown(options=slots, description="request"),
-        layer=ipywidgets.IntSlider(min=0, max=memory.lengths.shape[1] - 1, description="layer"),
-    )
+    request = ipywidgets.Dropdown(options=slots, description="request")
+    layer = ipywidgets.IntSlider(min=0, max=memory.lengths.shape[1] - 1, description="layer")
+    box = ipywidgets.VBox()
+
+    def show(_: object = None) -> None:
+        picture = go.FigureWidget(draw_request(memory, request.value, layer.value))
+        box.children = (ipywidgets.HBox([request, layer]), picture)
+
+    for control in (request, layer):
+        control.observe(show, names="value")
+    show()
+    return box
