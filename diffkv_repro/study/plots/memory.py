@@ -221,6 +221,7 @@ def management(
         note.font.size = 13
     figure.update_yaxes(type="log", dtick=1, exponentformat="none")
     figure.update_yaxes(title_text="milliseconds", col=1)
+    figure.update_yaxes(title_text=_unit(timings, phases[0])[1], row=len(names), col=1)
     panels = 310 * len(names)
     figure.update_layout(
         title=title, legend=LEGEND_ABOVE | {"y": 1 + 30 / panels}, margin={"t": 136, "b": 104}, height=240 + panels
@@ -228,31 +229,47 @@ def management(
     return figure
 
 
+def _unit(timings: Sequence[MemoryTiming], phase: str) -> tuple[float, str]:
+    """Seconds that are 1 on the axis, and its title: a GPU's times are absolute, those of a CPU, shared with who knows
+    what, are told by the compiled manager's for the smallest batch (the device's twin where there is none)."""
+    if any(row.kernels == "triton" for row in timings):
+        return 1e-3, "milliseconds"
+    managers = {row.manager for row in timings}
+    manager, name = (
+        ("host, compiled", "the compiled manager's") if "host, compiled" in managers else ("device", "our twin's")
+    )
+    smallest = min(row.batch for row in timings)
+    rows = [row for row in timings if row.manager == manager]
+    return best(rows, manager, phase, smallest).median, f"times {name} with {smallest} request{'s' * (smallest > 1)}"
+
+
 def _series(timings: Sequence[MemoryTiming], costs: Sequence[StepCost], phase: str) -> list[go.Scatter]:
     """Median by batch with a bar from least to most; of several thread counts the best at each batch."""
     managers = dict.fromkeys(row.manager for row in timings if row.phase == phase)
     batches = sorted({row.batch for row in timings})
     traces = []
+    one, unit = _unit(timings, phase)
+    unit = "ms" if unit == "milliseconds" else "x"
     for manager in managers:
         exact = [row for row in timings if row.manager == manager]
         rows = [best(exact, manager, phase, batch) for batch in batches]
         name, colour, symbol = _look(manager, rows[0].kernels)
         traces.append(go.Scatter(
-            x=batches, y=[1000 * row.median for row in rows], name=name, legendgroup=name, mode="lines+markers",
+            x=batches, y=[row.median / one for row in rows], name=name, legendgroup=name, mode="lines+markers",
             line={"color": colour, "width": 1.8}, marker={"symbol": symbol, "size": 8},
             error_y={
                 "type": "data", "symmetric": False, "thickness": 1, "width": 3,
-                "array": [1000 * (row.most - row.median) for row in rows],
-                "arrayminus": [1000 * (row.median - row.least) for row in rows],
+                "array": [(row.most - row.median) / one for row in rows],
+                "arrayminus": [(row.median - row.least) / one for row in rows],
             },
             customdata=[[row.threads, row.repeats, row.pages] for row in rows],
-            hovertemplate="batch %{x}: %{y:.3f} ms, %{customdata[0]} threads, n %{customdata[1]}, "
+            hovertemplate="batch %{x}: %{y:.3f} " + unit + ", %{customdata[0]} threads, n %{customdata[1]}, "
             "%{customdata[2]} pages<extra>" + name + "</extra>",
         ))  # fmt: skip
     own = [cost for cost in costs if cost.phase == phase]
     if own:
         traces.append(go.Scatter(
-            x=[cost.batch for cost in own], y=[1000 * cost.median for cost in own], name="the model itself",
+            x=[cost.batch for cost in own], y=[cost.median / one for cost in own], name="the model itself",
             legendgroup="model", mode="lines+markers", line={"color": "#000000", "dash": "dash", "width": 1.5},
             marker={"symbol": "x", "size": 7}, hovertemplate="batch %{x}: %{y:.2f} ms<extra>the model</extra>",
         ))  # fmt: skip
