@@ -1,4 +1,3 @@
-import os
 import sys
 from pathlib import Path
 
@@ -6,10 +5,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-# Without a GPU the kernels run in Triton's interpreter; it has to know before triton is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")
