@@ -12,7 +12,7 @@ usage: ./run_all.sh [--profile smoke|cpu|gpu|full] [--only 01,02] [--output DIR]
 Without options: sets up (in .venv, or in the virtual or conda environment that is active), runs every notebook
 with profile cpu and ends with the scoreboard. Exit status 1 when a notebook or a claim fails, or nothing was checked.
 
-  --profile   smoke: tiny sizes, minutes. cpu (default): real small models, under an hour. gpu: also every
+  --profile   smoke: tiny sizes, minutes. cpu (default): real small models, about an hour. gpu: also every
               performance figure, on an NVIDIA GPU. full: the papers' own models, from the Hugging Face hub
   --only      notebooks by number or name, comma-separated
   --output    folder for the figures; by default figures/ for cpu, results/<profile>/ for the others, and

@@ -1,6 +1,6 @@
 """Figures of notebook 05: quality against bytes, tier fractions, and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -89,8 +89,13 @@ def table_figure(table: pd.DataFrame, title: str, *, height: int = 560) -> go.Fi
         go.Table(
             header={"values": [f"<b>{name}</b>" for name in shown.columns], "align": "left", "fill_color": "#E6EEF5"},
             cells={"values": [shown[name] for name in shown.columns], "align": "left", "height": 24},
-            columnwidth=[max(len(str(cell)) for cell in [name, *shown[name]]) + 2 for name in shown.columns],
+            columnwidth=[_width(name, shown[name]) for name in shown.columns],
         )
     )
     figure.update_layout(title=title, height=height)
     return figure
+
+
+def _width(name: str, cells: Iterable) -> int:
+    """In letters. A header breaks between words; its letters are bold, and so wider."""
+    return max(max(map(len, name.split())) + 3, *(len(str(cell)) + 3 for cell in cells))
