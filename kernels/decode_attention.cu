@@ -16,6 +16,7 @@
 // Compiled for one shape: HEAD_DIM, GROUP (query heads a KV head, at most 8), WARPS, STAGES, CLUSTER, BLOCKS_PER_SM,
 // PAGE_BYTES, UPDATE_SCORES, BFLOAT16 (type of query and output), TIERS (1 or 2), and for tier i: K_BITS_i, V_BITS_i,
 // TOKENS_i, K_SCALES_i, VALUES_i, V_SCALES_i, SCORES_i (bytes), UNITS_i (1 or 2). No header of CUDA's is needed.
+#include "cluster.cuh"
 #include "decode_step.cuh"
 
 using Tier0 = Tier<K_BITS_0, V_BITS_0, TOKENS_0, K_SCALES_0, VALUES_0, V_SCALES_0, SCORES_0, UNITS_0>;
@@ -26,24 +27,9 @@ using Tier1 = Tier0;  // never entered
 #endif
 constexpr int STAGE = Tier0::STAGE > Tier1::STAGE ? Tier0::STAGE : Tier1::STAGE;
 constexpr int ALL_WARPS = WARPS * CLUSTER;
-constexpr int MERGE = (WARPS + 1) * GROUP * D * 4;  // bytes for partial results, where the rings were
+constexpr int PART = D + 16;  // floats of a partial result: eight runs, padded so that they meet different banks
+constexpr int MERGE = (WARPS * PART + D) * GROUP * 4;  // bytes for partial results, where the rings were
 constexpr int RING = (WARPS * STAGES * STAGE > MERGE ? WARPS * STAGES * STAGE : MERGE + 127) / 128 * 128;
-
-#if CLUSTER > 1
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float peer(const float* mine, int rank) {
-  u32 at;
-  float x;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-  return x;
-}
-#else
-__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
-__device__ __forceinline__ float peer(const float* mine, int) { return *mine; }
-#endif
 
 struct Arguments {
   u8* pool;
@@ -65,15 +51,31 @@ extern "C" __global__ void
 #endif
         __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) decode_attention(Arguments a) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ u16 query[8 * D];
+  __shared__ u16 query[GROUP * D];
   __shared__ float query_scale[8], query_sum[8];
   __shared__ float warp_top[WARPS][8], warp_weight[WARPS][8], warp_zeros[WARPS][8];
   __shared__ float block_top[8], block_weight[8], block_zeros[8], log_sum[8];
+  __shared__ const float* newest;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x % CLUSTER;
-  const int head = blockIdx.y, row = blockIdx.z, request = max(a.requests[row], 0);
+  const int head = blockIdx.y, row = blockIdx.z;
+
+  // What needs nothing else first: its way through memory is as long as that to the first page.
+  constexpr int OWN = (GROUP + WARPS - 1) / WARPS;  // query heads of a warp
+  u32 raw[OWN][D / 32];
+#pragma unroll
+  for (int own = 0; own < OWN; ++own)
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+      int h = warp + own * WARPS;
+      raw[own][i] = h < GROUP ? a.query[row * a.query_row + (head * GROUP + h) * D + 32 * i + lane] : 0;
+    }
+  const int newest_slot = UPDATE_SCORES && a.newest ? a.newest[row * gridDim.y + head] : -1;
+  const int request = max(a.requests[row], 0);
   const int* table = a.tables + request * a.table_request + head * a.table_head;
   const int* length = a.lengths + request * a.length_request + head * a.length_head;
   const bool present = a.requests[row] >= 0;  // -1: no request, the output is 0
+  for (int entry = 32 * threadIdx.x; present && entry < a.entries; entry += WARPS * 1024)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(table + entry));
   const int tokens0 = present ? length[0] : 0, tokens1 = TIERS == 2 && present ? length[1] : 0;
 
   // This warp's steps: a run of each tier's, all runs of a tier equally long but for one step.
@@ -124,30 +126,15 @@ extern "C" __global__ void
 #pragma unroll 1
   for (int j = 0; j < STAGES - 1; ++j) fetch();
 
-  // The query, each head scaled by a power of two into the upper range of FP16 (codes may stand 2^8 too high).
-  for (int h = warp; h < 8; h += WARPS) {
-    float x[D / 32], most = 0.f, sum = 0.f;
+  if (threadIdx.x == 0)
+    newest = newest_slot < 0 ? nullptr
+                             : (const float*)(a.pool + (i64)table[newest_slot / Tier0::TOKENS] * PAGE_BYTES + Tier0::SCORES) +
+                                   newest_slot % Tier0::TOKENS;
+  if (threadIdx.x >= GROUP && threadIdx.x < 8) query_scale[threadIdx.x] = query_sum[threadIdx.x] = 0.f;
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      u32 raw = h < GROUP ? a.query[row * a.query_row + (head * GROUP + h) * D + 32 * i + lane] : 0;
-      x[i] = BFLOAT16 ? __uint_as_float(raw << 16) : half_to_float(raw);
-      most = fmaxf(most, fabsf(x[i]));
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    int exponent = most > 0.f ? 13 + 127 - (int)(__float_as_uint(most) >> 23) : 0;
-    exponent = min(exponent, 100);
-    float up = __uint_as_float((u32)(127 + exponent) << 23), down = __uint_as_float((u32)(127 - exponent) << 23);
-#pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-      u32 packed = halves(x[i] * up, 0.f) & 0xffff;
-      query[h * D + 32 * i + lane] = (u16)packed;
-      sum += half_to_float(packed);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    if (lane == 0) query_scale[h] = down * a.scale, query_sum[h] = sum * down * a.scale;
-  }
+  for (int own = 0; own < OWN; ++own)
+    if (warp + own * WARPS < GROUP)
+      stage_query(raw[own], warp + own * WARPS, a.scale, query, query_scale, query_sum, lane);
   __syncthreads();
 
   State s;
@@ -202,8 +189,8 @@ extern "C" __global__ void
       warp_zeros[warp][2 * lane + h] = s.zeros[h];
     }
   __syncthreads();
-  float* partial = (float*)memory;           // [WARPS][GROUP][D]
-  float* block_out = partial + WARPS * GROUP * D;  // [GROUP][D]
+  float* partial = (float*)memory;                    // [WARPS][GROUP][8][D / 8 and 2 of padding]
+  float* block_out = partial + WARPS * GROUP * PART;  // [GROUP][D]
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int column = 2 * (lane & 3) + h;
@@ -213,9 +200,8 @@ extern "C" __global__ void
     if (column < GROUP)
 #pragma unroll
       for (int m = 0; m < D / 16; ++m)
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-          partial[(warp * GROUP + column) * D + (lane >> 2) * (D / 8) + 2 * m + k] = s.out[m][2 * k + h] * factor;
+        *(float2*)(partial + (warp * GROUP + column) * PART + (lane >> 2) * (PART / 8) + 2 * m) =
+            make_float2(s.out[m][h] * factor, s.out[m][2 + h] * factor);
   }
   if (threadIdx.x < 8) {
     float top = LOWEST, weight = 0.f, zeros = 0.f;
@@ -227,29 +213,47 @@ extern "C" __global__ void
     block_top[threadIdx.x] = top, block_weight[threadIdx.x] = weight, block_zeros[threadIdx.x] = zeros;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
+#pragma unroll
+  for (int turn = 0; turn < (GROUP * D + WARPS * 32 - 1) / (WARPS * 32); ++turn) {
+    const int i = turn * WARPS * 32 + threadIdx.x;
+    if (i >= GROUP * D) break;
     float sum = 0.f;
-    for (int w = 0; w < WARPS; ++w) sum += partial[w * GROUP * D + i];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w)
+      sum += partial[(w * GROUP + i / D) * PART + i % D / (D / 8) * (PART / 8) + i % (D / 8)];
     block_out[i] = sum;
   }
 
   // Merge the blocks of the cluster; each writes its share of the output.
-  cluster_sync();
-  if (threadIdx.x < 8) {
-    float top = LOWEST, weight = 0.f;
-    for (int b = 0; b < CLUSTER; ++b) top = fmaxf(top, peer(block_top + threadIdx.x, b));
+  cluster_arrive();
+  cluster_wait();
+  // All that a head's blocks say of it, asked for at once: their parts' shares of the whole, and the log of its sum.
+  auto merged = [&](int h, float (&share)[CLUSTER], float& zeros) {
+    float tops[CLUSTER], weights[CLUSTER], block_sum[CLUSTER], top = LOWEST, weight = 0.f;
+#pragma unroll
     for (int b = 0; b < CLUSTER; ++b)
-      weight += peer(block_weight + threadIdx.x, b) * exp2_fast(peer(block_top + threadIdx.x, b) - top);
-    log_sum[threadIdx.x] = weight > 0.f ? top + log2_fast(weight) : 0.f;
-  }
-  __syncthreads();
-  for (int i = rank * WARPS * 32 + threadIdx.x; i < GROUP * D; i += ALL_WARPS * 32) {
-    int h = i / D;
-    float sum = 0.f;
+      tops[b] = peer(block_top + h, b), weights[b] = peer(block_weight + h, b), block_sum[b] = peer(block_zeros + h, b);
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) top = fmaxf(top, tops[b]);
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) weight += weights[b] * exp2_fast(tops[b] - top);
+    const float log_all = weight > 0.f ? top + log2_fast(weight) : 0.f;
+    zeros = 0.f;
+#pragma unroll
     for (int b = 0; b < CLUSTER; ++b) {
-      float weight = peer(block_weight + h, b);
-      if (weight > 0.f) sum += (peer(block_out + i, b) + peer(block_zeros + h, b)) * exp2_fast(peer(block_top + h, b) - log_sum[h]);
+      share[b] = weights[b] > 0.f ? exp2_fast(tops[b] - log_all) : 0.f;
+      zeros += share[b] > 0.f ? block_sum[b] * share[b] : 0.f;
     }
+    return log_all;
+  };
+  float share[CLUSTER], sum;
+  for (int i = rank * WARPS * 32 + threadIdx.x; i < GROUP * D; i += ALL_WARPS * 32) {
+    float parts[CLUSTER];
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) parts[b] = peer(block_out + i, b);
+    merged(i / D, share, sum);
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) sum += share[b] > 0.f ? parts[b] * share[b] : 0.f;  // else it may be NaN
     u32 packed;
     if (BFLOAT16)
       asm("{.reg .b16 t; cvt.rn.bf16.f32 t, %1; cvt.u32.u16 %0, t;}" : "=r"(packed) : "f"(sum));
@@ -257,38 +261,43 @@ extern "C" __global__ void
       packed = halves(sum, 0.f) & 0xffff;
     a.out[row * a.out_row + head * GROUP * D + i] = (u16)packed;
   }
+  if (UPDATE_SCORES) {
+    if (threadIdx.x < 8) log_sum[threadIdx.x] = merged(threadIdx.x, share, sum);
+    __syncthreads();
+  }
+  __syncwarp();
+  cluster_arrive();  // done with the others' shared memory
 
   // Scores: the largest probability over the query heads (official code: two more kernels).
   if (UPDATE_SCORES) {
-    __syncwarp();
-    const float* newest = nullptr;
-    if (a.newest && a.newest[row * gridDim.y + head] >= 0) {
-      int slot = a.newest[row * gridDim.y + head];
-      newest = (const float*)(a.pool + (i64)table[slot / Tier0::TOKENS] * PAGE_BYTES + Tier0::SCORES) + slot % Tier0::TOKENS;
-    }
+    const float* not_this = newest;
+    float log_of[2 * PAIRS_OF_HEADS];
+#pragma unroll
+    for (int h = 0; h < 2 * PAIRS_OF_HEADS; ++h) log_of[h] = log_sum[h];
     auto settle = [&](auto tier, int from, int to, const u8* kept) {
       using T = decltype(tier);
       const int token = lane % T::STEP;
-#pragma unroll 2
+#pragma unroll 4
       for (int j = from + lane / T::STEP; j < to; j += 2 / T::UNITS) {
         const int2 record = records[j];
         const u8* own = kept + (j - from) * T::WAITING;
-        const u32* p = (const u32*)own + token * PAIRS_OF_HEADS;
-        const float* top = (const float*)(own + 4 * T::STEP * PAIRS_OF_HEADS);
+        struct __align__(PAIRS_OF_HEADS % 2 ? 4 : 8) Halves { u32 pair[PAIRS_OF_HEADS]; };
+        const Halves p = ((const Halves*)own)[token];
+        const float2* top = (const float2*)(own + 4 * T::STEP * PAIRS_OF_HEADS);
         float most = 0.f;
 #pragma unroll
-        for (int h = 0; h < GROUP; ++h) {
-          float relative = half_to_float(h % 2 ? p[h / 2] >> 16 : p[h / 2] & 0xffff);
-          most = fmaxf(most, relative * exp2_fast(top[h] - log_sum[h]));
+        for (int h = 0; h < PAIRS_OF_HEADS; ++h) {
+          most = fmaxf(most, half_to_float(p.pair[h] & 0xffff) * exp2_fast(top[h].x - log_of[2 * h]));
+          if (2 * h + 1 < GROUP) most = fmaxf(most, half_to_float(p.pair[h] >> 16) * exp2_fast(top[h].y - log_of[2 * h + 1]));
         }
-        // An addition that the L2 cache carries out: nobody waits for the old score.
+        // An addition that the L2 cache carries out: nobody waits for the old score, nor for the asm's place in the loop.
         float* to_add = (float*)(a.pool + (i64)(u32)record.x * 32) + token;
-        if (token < record.y && to_add != newest)
-          asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to_add), "f"(most) : "memory");
+        if (token < record.y && to_add != not_this) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to_add), "f"(most));
       }
     };
     settle(Tier0(), 0, count0, waiting);
     if (TIERS == 2) settle(Tier1(), count0, count, waiting + count0 * Tier0::WAITING);
   }
-  cluster_sync();  // no block leaves while another may read its shared memory
+  __syncwarp();
+  if (CLUSTER > 1) cluster_wait();  // no block leaves while another may read its shared memory
 }

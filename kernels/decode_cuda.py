@@ -15,8 +15,13 @@ from diffkv_repro.kernels.nvrtc import Function, available, compile_cubin
 from torch import Tensor
 
 _RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block
-_BLOCK_COST = 500  # tokens: what a block costs beside its tokens, measured on an H200
-_BLOCKS_TO_HIDE_LATENCY = 4  # of 4 warps
+# Measured on an H200, over 350 pairs of a size and a configuration: what a round of blocks costs beside its tokens, in
+# tokens of one multiprocessor; how many steps on their way to a multiprocessor hide the latency of memory, and how
+# much slower fewer are. The configurations (warps, stages, blocks a multiprocessor) are those that won somewhere.
+_ROUND_COST, _STEPS_ON_THEIR_WAY, _SLOWER = 200, 18, 0.2
+_CONFIGURATIONS = ((4, 2, 4), (4, 3, 3), (8, 2, 2), (4, 2, 3))
+_LARGE_HEADS = ((4, 2, 2), (4, 2, 1))  # head_dim above 128
+_SOURCES = ("decode_attention.cu", "decode_step.cuh", "cluster.cuh", "mma_fields.cuh")
 _LOG2_E = 1.4426950408889634
 
 
@@ -68,7 +73,7 @@ class Shape:
     def ring_bytes(self) -> int:
         """Shared memory for steps on their way, or for partial results after; as RING in the kernel."""
         stage = max(16 * own[7] * (self.head_dim * (own[0] + own[1]) // 8 + 8) for own in self.tiers)
-        merge = (self.warps + 1) * self.group * self.head_dim * 4
+        merge = (self.warps * (self.head_dim + 16) + self.head_dim) * self.group * 4
         return max(self.warps * self.stages * stage, merge + 127) // 128 * 128
 
     def steps_per_warp(self, max_tokens: int) -> int:
@@ -93,7 +98,8 @@ class Shape:
 
     def static_bytes(self) -> int:
         """Shared memory that the kernel declares itself."""
-        return 8 * self.head_dim * 2 + 3 * 4 * 8 * self.warps + 6 * 4 * 8
+        own = self.group * self.head_dim * 2 + (3 * self.warps + 6) * 4 * 8 + 8
+        return -(-own // 128) * 128
 
 
 def _units(layout) -> int:
@@ -120,12 +126,8 @@ def unsupported(layouts, *, group: int) -> str:
 
 def compile_shape(shape: Shape, arch: str) -> bytes:
     """Machine code of the kernel for ``arch``, as ``sm_90``; clusters need that or a later one."""
-    folder = files("diffkv_repro.kernels")
-    source, *headers = (
-        folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("decode_attention.cu", "decode_step.cuh", "mma_fields.cuh")
-    )
-    named = dict(zip(("decode_step.cuh", "mma_fields.cuh"), headers, strict=True))
+    source, *headers = (files("diffkv_repro.kernels").joinpath(name).read_text(encoding="utf-8") for name in _SOURCES)
+    named = dict(zip(_SOURCES[1:], headers, strict=True))
     return compile_cubin(source, shape.defines(), arch, named)
 
 
@@ -141,22 +143,23 @@ def plan(
 ) -> Shape | None:
     """The kernel for ``work`` (requests times KV heads) of up to ``max_tokens`` tokens; None where none can take them.
 
-    Blocks of equal work run in rounds of as many as fit on the device. The cluster that shares a sequence is the one
-    with the least estimated time, among those whose probabilities fit in shared memory: the last round should not
-    leave multiprocessors idle, four blocks on each hide one another's waiting, and every block costs a fixed sum.
+    Blocks of equal work run in rounds of as many as fit on the device. Of the configurations and of the clusters that
+    share a sequence, the pair with the least estimated time is taken, among those whose probabilities fit in shared
+    memory: the last round should not leave multiprocessors idle, nor should too few bytes be on their way at a time.
     """
     properties = torch.cuda.get_device_properties(device)
     room = properties.shared_memory_per_multiprocessor
     best: tuple[float, Shape] | None = None
     for cluster in range(1, 9) if properties.major >= 9 else (1,):
-        for blocks in (4, 3, 2, 1) if layouts[0].head_dim <= 128 else (2, 1):
+        for warps, stages, blocks in (*_CONFIGURATIONS, *_LARGE_HEADS) if layouts[0].head_dim <= 128 else _LARGE_HEADS:
             shape = Shape.of(
-                layouts, group=group, update_scores=update_scores, bfloat16=bfloat16, cluster=cluster,
-                blocks_per_sm=blocks,
+                layouts, group=group, update_scores=update_scores, bfloat16=bfloat16, cluster=cluster, warps=warps,
+                stages=stages, blocks_per_sm=blocks,
             )  # fmt: skip
             if shape.shared_bytes(max_tokens) + shape.static_bytes() + _RESERVED <= room // blocks:
                 rounds = math.ceil(work * cluster / (properties.multi_processor_count * blocks))
-                time = rounds * (max_tokens / cluster + _BLOCK_COST) * max(blocks, _BLOCKS_TO_HIDE_LATENCY)
+                slower = max(1.0, _STEPS_ON_THEIR_WAY / (blocks * warps * (stages - 1))) ** _SLOWER
+                time = rounds * (max_tokens / cluster * blocks * slower + _ROUND_COST)
                 if best is None or time < best[0]:
                     best = time, shape
     return best and best[1]

@@ -64,6 +64,30 @@ struct Tier {
   }
 };
 
+// Query head ``h`` as read by a warp, scaled by a power of two into the upper range of FP16 (codes may stand 2^8 too high).
+__device__ __forceinline__ void stage_query(const u32 (&raw)[D / 32], int h, float scale, u16* query, float* query_scale,
+                                            float* query_sum, int lane) {
+  float x[D / 32], most = 0.f, sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) {
+    x[i] = BFLOAT16 ? __uint_as_float(raw[i] << 16) : half_to_float(raw[i]);
+    most = fmaxf(most, fabsf(x[i]));
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+  const int exponent = min(most > 0.f ? 13 + 127 - (int)(__float_as_uint(most) >> 23) : 0, 100);
+  const float up = power_of_two(exponent), down = power_of_two(-exponent);
+#pragma unroll
+  for (int i = 0; i < D / 32; ++i) {
+    u32 packed = halves(x[i] * up, 0.f) & 0xffff;
+    query[h * D + 32 * i + lane] = (u16)packed;
+    sum += half_to_float(packed);
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (lane == 0) query_scale[h] = down * scale, query_sum[h] = sum * down * scale;
+}
+
 // Where the channels of operand i of the key product lie, for lane column c: low half at the result, high half COUNT on.
 template <class T>
 __device__ __forceinline__ int channel_of(int i, int c) {
@@ -85,13 +109,14 @@ struct State {
 template <class T>
 __device__ __forceinline__ void enter(State& s, const u16* query, const float* query_scale, int lane) {
   using F = typename T::Key;
-  const u16* own = query + (lane >> 2) * D;
+  const int row = lane >> 2;
+  const u16* own = query + min(row, GROUP - 1) * D;
 #pragma unroll
   for (int h = 0; h < 2; ++h) s.query_scale[h] = query_scale[2 * (lane & 3) + h] * power_of_two(F::SMALL);
 #pragma unroll
   for (int i = 0; i < D / 8; ++i) {
     int channel = channel_of<T>(i, lane & 3), lift = F::lift(i % F::COUNT);
-    float factor = power_of_two(-lift);
+    float factor = row < GROUP ? power_of_two(-lift) : 0.f;
     s.query[i] = halves(half_to_float(own[channel]) * factor, half_to_float(own[channel + F::COUNT]) * factor);
   }
 }

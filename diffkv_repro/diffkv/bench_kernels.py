@@ -31,6 +31,7 @@ MIXES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
 
 _COLD_BYTES = 400e6  # of all layers together: several times the L2 cache of any GPU
 _GEOMETRY = ("K8V4:1/2", "K8V4", "K4V2:2/4", "K4V2")  # what the page size is chosen for (official code)
+_STEP = 32  # tokens that the CUDA kernel takes at a time
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,20 @@ def bench_kernels(
                 yield from case.paged(name, triton_too=triton_too)
 
 
+def layouts_of(mix: str, head_dim: int = 128) -> list[PageLayout]:
+    """Pages of one of :data:`MIXES`.
+
+    Two tiers share the page size of the official code. A single tier is free to choose: its page holds as many tokens
+    as that one would, rounded up to whole steps of the kernel.
+    """
+    shared = [
+        PageLayout(Precision.parse(name), head_dim, search_page_bytes(_GEOMETRY, head_dim)) for name in MIXES[mix][0]
+    ]
+    if len(shared) > 1:
+        return shared
+    return [PageLayout.holding(shared[0].precision, head_dim, -(-shared[0].tokens // _STEP) * _STEP)]
+
+
 def read_bandwidth(repeats: int = 30) -> float:
     """Bytes per second of summing a buffer much larger than any cache."""
     buffer = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
@@ -113,6 +128,7 @@ def fastest_peer(timings: Sequence[KernelTiming], batch: int, length: int) -> Ke
 def graph_times(call: Callable[[int], object], layers: int, repeats: int) -> tuple[float, float, float]:
     """Median, least and most microseconds of ``call(layer)``, over replays of a graph of all ``layers``."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the caches
     with torch.cuda.stream(stream):
         for layer in range(layers):
             call(layer)
@@ -172,10 +188,8 @@ class _Case:
 
     def paged(self, name: str, *, triton_too: bool) -> Iterator[KernelTiming]:
         """One mix through our kernels."""
-        precisions, shares = MIXES[name]
-        page_bytes = search_page_bytes(_GEOMETRY, self.head_dim)
-        layouts = [PageLayout(Precision.parse(own), self.head_dim, page_bytes) for own in precisions]
-        counts = [round(share * self.length) for share in shares]
+        layouts = layouts_of(name, self.head_dim)
+        counts = [round(share * self.length) for share in MIXES[name][1]]
         codes = sum(n * (own.token_bytes - 8) for n, own in zip(counts, layouts, strict=True))
         layers = self._layers(self.batch * self.kv_heads * codes)
         lengths = torch.tensor(counts, dtype=torch.int32, device="cuda")

@@ -56,6 +56,21 @@ class PageLayout:
                 f"it takes at least {self._end(1)} bytes"
             )
 
+    @classmethod
+    def holding(cls, precision: Precision, head_dim: int, tokens: int) -> "PageLayout":
+        """The smallest page that holds ``tokens`` tokens; with room for more, where rounding up leaves it."""
+        if tokens < 1:
+            raise ValueError(f"tokens is {tokens}; it must be at least 1")
+        size = _VALUES
+        while True:
+            try:
+                if (page := cls(precision, head_dim, size)).tokens >= tokens:
+                    return page
+            except ValueError:
+                if size > 64 * head_dim:  # not too small, but impossible
+                    raise
+            size += _VALUES
+
     @cached_property
     def tokens(self) -> int:
         """Tokens that a page holds."""

@@ -103,7 +103,8 @@ class Claim:
     ``published`` is the paper's own number where it differs from what is expected here. ``measured_on`` says
     what the statement is about: a text must equal, a number at least reach, what the run's configuration holds
     under that name; measured otherwise it is shown and not judged. ``recorded`` names a folder of
-    ``figures/recorded/`` whose measurement decides, whatever this run measures.
+    ``figures/recorded/`` whose measurement decides: whatever this run measures, or, for a claim that also ``needs``
+    something, where this run does not measure it.
     """
 
     id: str

@@ -56,16 +56,24 @@ def judge_all(figures: Iterable[Figure], folder: Path, root: Path, *, run: str |
     for figure in figures:
         built = notebook_path(root, figure.notebook).is_file()
         for claim in figure.claims:
-            source = root / "figures" / "recorded" / claim.recorded if claim.recorded else folder
             try:
-                record = read_record(source, figure.id)
+                judged.append(judge(claim, _record_for(claim, folder, root, run), built=built))
             except RecordError as error:
                 judged.append(Judgement(claim, "not run", reason=str(error)))
-                continue
-            if record is not None and not claim.recorded and run not in (None, record.provenance.get("run")):
-                record = None
-            judged.append(judge(claim, record, built=built))
     return judged
+
+
+def _record_for(claim: Claim, folder: Path, root: Path, run: str | None) -> Record | None:
+    """The run's own, or the recorded one: always where the claim names one and no need, else where the run has none."""
+    elsewhere = root / "figures" / "recorded" / claim.recorded if claim.recorded else None
+    if elsewhere and not claim.needs:
+        return read_record(elsewhere, claim.figure)
+    record = read_record(folder, claim.figure)
+    if record is not None and run not in (None, record.provenance.get("run")):
+        record = None
+    if elsewhere and (record is None or claim.metric not in record.measurements):
+        return read_record(elsewhere, claim.figure)
+    return record
 
 
 def judge(claim: Claim, record: Record | None, *, built: bool = True) -> Judgement:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffkv_repro.diffkv.bench_memory import MemoryTiming
-from diffkv_repro.diffkv.bench_summary import best, host_synchronisations, ratios, step_shares, timing_table
+from diffkv_repro.diffkv.bench_summary import bars, best, host_synchronisations, ratios, step_shares, timing_table
 from diffkv_repro.models.step_cost import StepCost
 
 
@@ -32,6 +32,16 @@ def test_the_best_of_the_threads_by_the_clock_of_the_host_is_compared():
     assert ratios(ROWS, "prompt") == pytest.approx({"compiled": 20, "python": 400, "growth": 2})
     with pytest.raises(ValueError, match="no timing of 'device' in the generation phase at batch 8"):
         best(ROWS, "device", "generation", 8)
+
+
+def test_what_the_bars_are_about_is_of_the_largest_batch():
+    rows = [replace(row, phase=phase) for row in ROWS for phase in ("prompt", "generation")]
+    rows += [timing("device, CUDA graph", batch, 1e-5 * batch, phase="generation") for batch in (1, 8)]
+    found = bars(rows, [StepCost("prompt", 8, 8, 0.038, 5), StepCost("generation", 8, 8, 0.00072, 5)])
+    assert found == pytest.approx(
+        {"generation_step_in_graph_us": 80, "prompt_manager_percent_of_step": 5,
+         "generation_manager_percent_of_step": 10}
+    )  # fmt: skip
 
 
 def test_shares_of_a_step():

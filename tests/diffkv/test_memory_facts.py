@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import memory_facts as facts
-from diffkv_repro.diffkv.layout import search_page_bytes
+from diffkv_repro.diffkv.layout import PageLayout, search_page_bytes
 from diffkv_repro.diffkv.memory_example import figure_6
 from diffkv_repro.study.claims import load_claims
 
@@ -55,3 +56,21 @@ def test_page_tables_as_published_and_as_released():
 def test_what_the_live_manager_says_of_steps_and_counts():
     assert facts.pages_for_one_token() == 2
     assert facts.free_by_positions() == ([0, 0], [7, 0])
+
+
+@pytest.mark.parametrize("name", ["K8V8", "K8V4:1/2", "K4V2", "FP16", "K1V1"])
+@pytest.mark.parametrize("tokens", [1, 31, 64])
+def test_the_smallest_page_that_holds_so_many_tokens(name, tokens):
+    page = PageLayout.holding(Precision.parse(name), 128, tokens)
+    assert page.tokens >= tokens
+    try:
+        assert PageLayout(page.precision, 128, page.page_bytes - 128).tokens < tokens
+    except ValueError as error:
+        assert "holds no token" in str(error) or "positive multiple" in str(error)  # noqa: PT017
+
+
+def test_a_page_for_no_token_is_refused():
+    with pytest.raises(ValueError, match="tokens is 0"):
+        PageLayout.holding(Precision.parse("K8V4"), 128, 0)
+    with pytest.raises(ValueError, match="do not divide head_dim 96"):
+        PageLayout.holding(Precision.parse("K8V4:1/64"), 96, 4)

@@ -227,3 +227,7 @@ def test_attention_is_that_of_transformers_on_the_dequantised_cache(name, tiers)
         on_device = moved(view, DEVICE)
         seen = decode_attention_triton(on_device, query.to(DEVICE), layer=1, requests=rows.to(DEVICE), scale=call.scale)
         assert_close(f"layer {index}", seen, expected[:, 0])
+        if DEVICE.type == "cuda" and call.key.shape[-1] in (64, 128, 256):
+            options = {"layer": 1, "requests": rows.to(DEVICE), "scale": call.scale, "kernel": "cuda"}
+            found = paged_ops.decode_attention(moved(view, DEVICE), query.to(DEVICE), **options)
+            assert_close(f"layer {index}, CUDA kernel", found, expected[:, 0])

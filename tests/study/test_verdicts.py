@@ -133,3 +133,19 @@ def test_a_record_of_another_figure_is_refused(tmp_path):
     record_path(tmp_path, "diffkv-fig02").write_text(record_text(Record("diffkv-fig03", {}, {"a": Measurement(1)})))
     with pytest.raises(RecordError, match="is a record of diffkv-fig03"):
         read_record(tmp_path, "diffkv-fig02")
+
+
+def test_a_claim_that_needs_something_is_judged_by_the_run_that_has_it_else_by_the_recorded_one(tmp_path):
+    needy = claim(AT_LEAST_5, needs="a GPU", recorded="gpu1")
+    figure = Figure("diffkv-fig99", "DiffKV", "t", "99_x", "s", claims=(needy,))
+    own, elsewhere = tmp_path / "own", tmp_path / "figures" / "recorded" / "gpu1"
+    for folder, made in ((own, record(9.0, metric="other")), (elsewhere, record(6.0))):
+        path = record_path(folder, "diffkv-fig99")
+        path.parent.mkdir(parents=True)
+        path.write_text(record_text(made))
+    assert judge_all([figure], own, tmp_path)[0].measured == 6.0
+    record_path(own, "diffkv-fig99").write_text(record_text(record(3.0)))
+    assert (judged := judge_all([figure], own, tmp_path)[0]).measured == 3.0
+    assert judged.verdict == "fail"
+    record_path(own, "diffkv-fig99").unlink()
+    assert judge_all([figure], own, tmp_path)[0].verdict == "pass"

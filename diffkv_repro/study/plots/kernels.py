@@ -65,3 +65,29 @@ def speedups(table: pd.DataFrame, ideal: Mapping[str, float], peers: str) -> go.
         title="Speed-up of decode attention; dashed: the byte ratio", height=560, legend=LEGEND_ABOVE, margin_t=136
     )
     return figure
+
+
+def against_bars(table: pd.DataFrame, bars: Mapping[str, float]) -> go.Figure:
+    """Speed-ups of the caches that have a bar, each size a point, the bar a line; ``table`` as for :func:`speedups`."""
+    figure = go.Figure()
+    sizes = table[["batch", "length"]].drop_duplicates().sort_values(["batch", "length"]).itertuples(index=False)
+    for (batch, length), colour, symbol in zip(sizes, PALETTE, ("circle", "square", "diamond", "x"), strict=False):
+        own = table[(table["batch"] == batch) & (table["length"] == length) & table["cache"].isin(list(bars))]
+        figure.add_scatter(
+            x=own["cache"], y=own["speedup"], mode="markers", name=f"{batch} x {length:,} tokens",
+            marker={"color": colour, "size": 11, "symbol": symbol},
+            hovertemplate="%{x}: %{y:.2f} x<extra>" + f"{batch} x {length:,}</extra>",
+        )  # fmt: skip
+    for place, bar in enumerate(bars.values()):
+        figure.add_shape(
+            type="line", x0=place - 0.4, x1=place + 0.4, y0=bar, y1=bar, line={"color": "#444444", "width": 2}
+        )
+        figure.add_annotation(
+            x=place + 0.4, y=bar, text=f"bar {bar:g}", showarrow=False, xanchor="right", yanchor="bottom"
+        )
+    figure.update_xaxes(categoryorder="array", categoryarray=list(bars), range=[-0.6, len(bars) - 0.4])
+    figure.update_yaxes(title_text="times as fast as the fastest FP16 attention", rangemode="tozero")
+    figure.update_layout(
+        title="Decode attention against this project's bars", height=520, legend=LEGEND_ABOVE, margin_t=124
+    )
+    return figure
