@@ -44,9 +44,11 @@ def best(timings: Iterable[MemoryTiming], manager: str, phase: str, batch: int) 
 
 def bars(timings: Sequence[MemoryTiming], costs: Iterable[StepCost]) -> dict[str, float]:
     """What our bars on the device's manager are about, at the largest batch: ``generation_step_in_graph_us`` by the
-    clock of the host, and its percent of the prompt step and of the generation step."""
+    clock of the device, and its percent of the prompt step and of the generation step."""
     batch, shares = max(row.batch for row in timings), step_shares(timings, costs)["device, %"]
-    graph = next(row for row in timings if (row.manager, row.batch, row.clock) == ("device, CUDA graph", batch, "host"))
+    graph = next(
+        row for row in timings if (row.manager, row.batch, row.clock) == ("device, CUDA graph", batch, "device")
+    )
     return {
         "generation_step_in_graph_us": 1e6 * graph.median,
         "prompt_manager_percent_of_step": float(shares["prompt", batch]),
