@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -26,8 +27,7 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     joined = {method for methods in curves.values() for method in methods}
     others = table[~table.index.isin(joined)]
     trace = _points(others, "baselines", "#444444", "markers+text", "diamond")
-    places = [("top right", "bottom right")[index % 2] for index in range(len(others))]  # near ones overlap less
-    trace.update(text=list(others.index), textposition=places, textfont={"size": 10})
+    trace.update(text=list(others.index), textposition=_places(trace.x, trace.y, others.index), textfont={"size": 10})
     figure.add_trace(trace, row=1, col=1)
     seen = {trace.name for trace in figure.data}
     for column, other in enumerate(recorded.values(), start=2):
@@ -43,6 +43,29 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
         title="Quality against memory: lower left is better", height=620, legend=LEGEND_ABOVE, margin_t=136
     )
     return figure
+
+
+def _places(x: Sequence[float], y: Sequence[float], labels: Sequence[str]) -> list[str]:
+    """Where each label stands beside its point: the first place that no other point or earlier label takes up.
+
+    Sizes are those of a letter and a line in the figure: about one percent of bytes, a tenth of a decade.
+    """
+    heights, taken, places = np.log10(y), [], [""] * len(labels)
+    taken += [(at - 0.6, at + 0.6, height - 0.03, height + 0.03) for at, height in zip(x, heights, strict=True)]
+    for index in np.argsort(x):
+        boxes = {}
+        for side, left in (("right", x[index] + 0.7), ("left", x[index] - 0.7 - len(labels[index]))):
+            for level, low in (("top", 0.02), ("bottom", -0.12), ("middle", -0.05)):
+                bottom = heights[index] + low
+                boxes[f"{level} {side}"] = (left, left + len(labels[index]), bottom, bottom + 0.1)
+        free = [name for name, box in boxes.items() if box[1] < 112 and not any(_overlap(box, own) for own in taken)]
+        places[index] = (free or ["top right"])[0]
+        taken.append(boxes[places[index]])
+    return places
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
 def _points(own: pd.DataFrame, label: str, colour: str, mode: str, symbol: str) -> go.Scatter:
