@@ -27,7 +27,7 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     joined = {method for methods in curves.values() for method in methods}
     others = table[~table.index.isin(joined)]
     trace = _points(others, "baselines", "#444444", "markers+text", "diamond")
-    trace.update(text=list(others.index), textposition=_places(trace.x, trace.y, others.index), textfont={"size": 10})
+    trace.update(text=list(others.index), textfont={"size": 10})
     figure.add_trace(trace, row=1, col=1)
     seen = {trace.name for trace in figure.data}
     for column, other in enumerate(recorded.values(), start=2):
@@ -36,6 +36,9 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
                 trace.showlegend, trace.xaxis, trace.yaxis = trace.name not in seen, None, None
                 figure.add_trace(trace, row=1, col=column)
                 seen.add(trace.name)
+    for trace in figure.data:
+        if trace.text is not None:
+            trace.textposition = _places(trace.x, trace.y, trace.text, width=0.65 * len(titles))
     figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(title_text="% of FP16 bytes, metadata included", ticksuffix=" %")
@@ -45,20 +48,22 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     return figure
 
 
-def _places(x: Sequence[float], y: Sequence[float], labels: Sequence[str]) -> list[str]:
+def _places(x: Sequence[float], y: Sequence[float], labels: Sequence[str], *, width: float) -> list[str]:
     """Where each label stands beside its point: the first place that no other point or earlier label takes up.
 
-    Sizes are those of a letter and a line in the figure: about one percent of bytes, a tenth of a decade.
+    ``width`` of a letter in percent of bytes; a line is about a tenth of a decade high.
     """
     heights, taken, places = np.log10(y), [], [""] * len(labels)
     taken += [(at - 0.6, at + 0.6, height - 0.03, height + 0.03) for at, height in zip(x, heights, strict=True)]
     for index in np.argsort(x):
         boxes = {}
-        for side, left in (("right", x[index] + 0.7), ("left", x[index] - 0.7 - len(labels[index]))):
+        length = width * len(labels[index])
+        for side, left in (("right", x[index] + width), ("left", x[index] - width - length)):
             for level, low in (("top", 0.02), ("bottom", -0.12), ("middle", -0.05)):
                 bottom = heights[index] + low
-                boxes[f"{level} {side}"] = (left, left + len(labels[index]), bottom, bottom + 0.1)
-        free = [name for name, box in boxes.items() if box[1] < 112 and not any(_overlap(box, own) for own in taken)]
+                boxes[f"{level} {side}"] = (left, left + length, bottom, bottom + 0.1)
+        inside = {name: box for name, box in boxes.items() if box[0] > 17 and box[1] < 112}
+        free = [name for name, box in inside.items() if not any(_overlap(box, own) for own in taken)] or list(inside)
         places[index] = (free or ["top right"])[0]
         taken.append(boxes[places[index]])
     return places
