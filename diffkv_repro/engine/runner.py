@@ -1,0 +1,133 @@
+"""Runs the batches of the scheduler: host numbers in, sampled tokens out; generation steps as CUDA graphs on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffkv_repro.engine.model import Decoder
+from diffkv_repro.engine.request import Request
+from diffkv_repro.engine.scheduler import Batch
+
+_SHORTEST_BOUND = 1024  # tokens: kernels are planned for lengths up to a power of two from here on
+
+
+@dataclass
+class _Inputs:
+    """Where a generation step reads its numbers; a graph keeps these addresses."""
+
+    tokens: Tensor
+    rows: Tensor
+    columns: Tensor
+    prompts: Tensor
+    active: Tensor
+
+    @classmethod
+    def new(cls, batch: int, max_requests: int, device: torch.device) -> "_Inputs":
+        ints = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.zeros(batch, dtype=torch.int64, device=device), torch.full((batch,), -1, **ints),
+            torch.zeros(batch, **ints), torch.zeros(batch, **ints),
+            torch.zeros(max_requests, dtype=torch.uint8, device=device),
+        )  # fmt: skip
+
+    def fill(self, requests: Sequence[Request]) -> None:
+        """The rows of ``requests``, then rows of no request."""
+        batch = len(self.rows)
+        filler = batch - len(requests)
+        active = [0] * len(self.active)
+        for request in requests:
+            active[request.slot] = 1
+        values = (
+            (self.tokens, [request.tokens[-1] for request in requests] + [0] * filler),
+            (self.rows, [request.slot for request in requests] + [-1] * filler),
+            (self.columns, [request.cached for request in requests] + [0] * filler),
+            (self.prompts, [request.entered for request in requests] + [0] * filler),
+            (self.active, active),
+        )
+        for own, numbers in values:
+            made = torch.tensor(numbers, dtype=own.dtype, pin_memory=own.is_cuda)
+            own.copy_(made, non_blocking=True)
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.active, self.rows, self.columns, self.prompts
+
+
+class Runner:
+    """``decoder`` for up to ``max_requests`` requests at a time.
+
+    With ``graphs`` (default: on CUDA devices and one worker) a generation step of each batch size and length, rounded
+    up to powers of two, is captured at its first use and replayed from then on.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_requests: int, graphs: bool | None = None) -> None:
+        self.decoder, self.max_requests = decoder, max_requests
+        self.device = decoder.weights.device
+        alone = decoder.weights.shards.size == 1
+        self.graphs = (self.device.type == "cuda" and alone) if graphs is None else graphs
+        if self.graphs and self.device.type != "cuda":
+            raise ValueError(f"CUDA graphs need a CUDA device; the weights are on {self.device}")
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, _Inputs, Tensor]] = {}
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[int]:
+        """The next token of each request of the batch."""
+        requests = batch.requests
+        logits = self._prompt(requests) if batch.prompts else self._step(requests)
+        return self._sample(logits[: len(requests)], requests)
+
+    def _prompt(self, requests: Sequence[Request]) -> Tensor:
+        longest = max(len(request.tokens) for request in requests)
+        tokens = torch.tensor([request.tokens + [0] * (longest - len(request.tokens)) for request in requests])
+        slots = [request.slot for request in requests]
+        rows, lengths = (
+            torch.tensor(values, dtype=torch.int32) for values in (slots, [len(own.tokens) for own in requests])
+        )
+        return self.decoder.prompt(slots, *(own.to(self.device) for own in (rows, tokens, lengths)))
+
+    def _step(self, requests: Sequence[Request]) -> Tensor:
+        longest = max(len(request.tokens) for request in requests)
+        bound = min(max(_SHORTEST_BOUND, _power_of_two(longest)), self.decoder.cache.max_tokens)
+        if not self.graphs:
+            inputs = _Inputs.new(len(requests), self.max_requests, self.device)
+            inputs.fill(requests)
+            return self.decoder.step(*inputs.arguments(), bound)
+        size = min(_power_of_two(len(requests)), self.max_requests)
+        if (size, bound) not in self._captured:
+            self._captured[size, bound] = self._capture(size, bound)
+        graph, inputs, logits = self._captured[size, bound]
+        inputs.fill(requests)
+        graph.replay()
+        self.decoder.cache.memory.count_steps(1)
+        return logits
+
+    def _capture(self, size: int, bound: int) -> tuple[torch.cuda.CUDAGraph, _Inputs, Tensor]:
+        inputs = _Inputs.new(size, self.max_requests, self.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles; with no request in it, a step changes nothing
+            self.decoder.step(*inputs.arguments(), bound)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.decoder.step(*inputs.arguments(), bound)
+        return graph, inputs, logits
+
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
+        chosen = logits.argmax(dim=-1)
+        for row, request in enumerate(requests):
+            if request.params.temperature > 0:
+                chosen[row] = _drawn(logits[row], request)
+        return chosen.tolist()
+
+
+def _drawn(logits: Tensor, request: Request) -> Tensor:
+    """A token by Gumbel noise that depends on the request's seed and the position alone."""
+    generator = torch.Generator().manual_seed(hash((request.params.seed, len(request.tokens))) & 0x7FFFFFFF)
+    noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator).clamp(1e-20, 1 - 1e-7)))
+    return (logits.float() / request.params.temperature + noise.to(logits.device)).argmax()
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
