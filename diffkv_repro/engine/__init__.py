@@ -11,7 +11,8 @@ and a policy that now decides at once what it had decided step by step, can chan
 system.
 """
 
-from diffkv_repro.engine.llm import LLM, AsyncLLM
+from diffkv_repro.engine.async_llm import AsyncLLM
+from diffkv_repro.engine.llm import LLM
 from diffkv_repro.engine.replay import TierReplay
 from diffkv_repro.engine.request import RequestOutput, SamplingParams
 from diffkv_repro.engine.shards import Shards

@@ -1,10 +1,7 @@
-"""``LLM``: prompts in, texts out, over the whole engine; and its asynchronous twin."""
+"""``LLM``: prompts in, texts out, over the whole engine."""
 
-import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -114,69 +111,6 @@ class LLM:
             if ends or found:
                 return "stop"
         return "length" if len(request.generated) >= params.max_tokens else None
-
-
-class AsyncLLM:
-    """An :class:`LLM` that answers while others ask: steps run in a thread of their own as long as there is work.
-
-    Use it as ``async with AsyncLLM(llm) as engine: async for output in engine.generate(prompt): ...``. Leaving an
-    answer early cancels its request.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._lock = llm, threading.Lock()
-        self._queues: dict[int, asyncio.Queue] = {}
-        self._work, self._closing = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    async def __aenter__(self) -> "AsyncLLM":
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._closing = True
-        self._work.set()
-        await asyncio.to_thread(self._thread.join)
-
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """The answer as it grows. An error of the engine's thread is raised here."""
-        queue: asyncio.Queue = asyncio.Queue()
-        with self._lock:
-            number = self._llm.add(prompt, params)
-            self._queues[number] = queue
-        self._work.set()
-        try:
-            while True:
-                output = await queue.get()
-                if isinstance(output, BaseException):
-                    raise output
-                yield output
-                if output.finish_reason:
-                    return
-        finally:
-            with self._lock:
-                self._queues.pop(number, None)
-                self._llm.cancel(number)
-
-    def _run(self) -> None:
-        while not self._closing:
-            with self._lock:
-                outputs = self._stepped()
-                if not outputs:
-                    self._work.clear()
-            for queue, output in outputs:
-                with suppress(RuntimeError):  # the loop is gone, and with it who waited
-                    self._loop.call_soon_threadsafe(queue.put_nowait, output)
-            if not outputs:
-                self._work.wait()
-
-    def _stepped(self) -> list[tuple[asyncio.Queue, RequestOutput | BaseException]]:
-        try:
-            outputs = self._llm.step()
-        except Exception as error:  # whoever waits should know
-            return [(queue, error) for queue in self._queues.values()]
-        return [(self._queues[output.number], output) for output in outputs if output.number in self._queues]
 
 
 def _end_tokens(model: LoadedModel) -> frozenset[int]:

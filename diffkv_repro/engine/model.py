@@ -17,8 +17,7 @@ class Decoder:
         self.weights, self.cache = weights, cache
 
     def prompt(self, slots: Sequence[int], rows: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [requests, vocab] after the last token of each prompt, all of which go into the cache, which has admitted
-        them.
+        """Logits [requests, vocab] after the last token of each prompt; all go into the cache, which has admitted them.
 
         ``tokens`` [requests, longest], padded on the right, which a causal model never looks at; ``lengths`` int32.
         """

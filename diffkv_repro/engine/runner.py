@@ -1,6 +1,6 @@
 """Runs the batches of the scheduler: host numbers in, sampled tokens out; generation steps as CUDA graphs on a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +113,28 @@ class Runner:
         with torch.cuda.graph(graph):
             logits = self.decoder.step(*inputs.arguments(), bound)
         return graph, inputs, logits
+
+    def management(self, requests: Sequence[Request]) -> Callable[[], object]:
+        """What a step of these does to pages, and its decisions, alone: to be timed. As a graph where steps are."""
+        inputs = _Inputs.new(len(requests), self.max_requests, self.device)
+        inputs.fill(requests)
+        cache = self.decoder.cache
+
+        def call() -> None:
+            cache.begin_step(inputs.active, inputs.rows, inputs.columns, inputs.prompts)
+
+        call()
+        if not self.graphs:
+            return call
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            call()
+
+        def replay() -> None:
+            graph.replay()
+            cache.memory.count_steps(1)
+
+        return replay
 
     def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
         chosen = logits.argmax(dim=-1)

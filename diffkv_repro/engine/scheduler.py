@@ -74,12 +74,18 @@ class Scheduler:
             if not self._shards.all_agree(self.cache.can_admit([len(request.tokens)])):
                 break
             self.waiting.popleft()
-            request.slot = self._slots.pop()
+            request.slot = self.take_slot()
             request.entered = len(request.tokens)
             self.cache.admit([request.slot], [request.entered])
             entering.append(request)
         self.running += entering
         return entering
+
+    def take_slot(self) -> int:
+        """A row of the page tables that no request has; ValueError when all are taken."""
+        if not self._slots:
+            raise ValueError("all request slots are taken")
+        return self._slots.pop()
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)

@@ -82,3 +82,5 @@ def test_errors_reach_who_asked(loaded):
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(broken())
+    assert llm.scheduler.idle
+    assert llm.cache.memory.synchronize_counts() == len(llm.cache.memory.free)
