@@ -135,7 +135,7 @@ def steady_state(
     lengths: list[int] = []
     while len(lengths) < llm.runner.max_requests:
         length = prompt + draw.randrange(generated)
-        if not llm.cache.can_admit([length]):
+        if not llm.cache.can_admit(length, len(lengths)):
             break
         lengths += [length]
         fast_forward(llm, [length], params=params, prompt=prompt)

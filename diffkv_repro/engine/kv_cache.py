@@ -145,9 +145,12 @@ class EngineCache:
         """All pages of these requests back to the list."""
         self.memory.release(slots)
 
-    def can_admit(self, tokens: Sequence[int]) -> bool:
-        """Whether prompts of these lengths find pages and slots."""
-        return self.memory.can_admit(tokens)
+    def can_admit(self, tokens: int, running: int) -> bool:
+        """Whether a prompt finds pages, and after it a step of all ``running`` requests and its own: else it would have
+        to leave again at once. Asks the device only when in doubt."""
+        heads, memory = self.layers * self.kv_heads, self.memory
+        needed = heads * (memory.prompt_pages(tokens) + len(self.layouts) * (running + 1)) + memory.watermark
+        return needed <= memory.free_bound or needed <= memory.synchronize_counts()
 
     def can_step(self) -> bool:
         """Whether the next step finds its pages, whatever it needs; asks the device only when in doubt."""

@@ -71,7 +71,8 @@ class Scheduler:
             longest = max(longest, len(request.tokens))
             if entering and longest * (len(entering) + 1) > self.max_batch_tokens:
                 break
-            if not self._shards.all_agree(self.cache.can_admit([len(request.tokens)])):
+            running = len(self.running) + len(entering)
+            if not self._shards.all_agree(self.cache.can_admit(len(request.tokens), running)):
                 break
             self.waiting.popleft()
             request.slot = self.take_slot()

@@ -1,67 +1,45 @@
-"""Two workers, each with half the heads and pages of its own, give the tokens of one (DiffKV Figure 7)."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""Workers, each with a share of the heads and pages of its own, give the tokens of one (DiffKV Figure 7)."""
 
 import pytest
 from cache_helpers import ids_of
 from tiny import save, tiny_qwen2
 
+from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import CompressionPolicy
-from diffkv_repro.engine import LLM, SamplingParams, Shards, Weights
+from diffkv_repro.diffkv.layout import PageLayout
+from diffkv_repro.engine import SamplingParams, Shards, Weights
+from diffkv_repro.engine.launch import generate_sharded
 from diffkv_repro.models.zoo import load_model
 
 POLICY = CompressionPolicy.paper(alpha_high=1.5, alpha_low=0.5, window=5, group_max="each-step")
-WORKER = """
-import json, sys
-import torch.distributed as dist
-from diffkv_repro.diffkv import CompressionPolicy
-from diffkv_repro.engine import LLM, SamplingParams, Shards, Weights
-from diffkv_repro.models.zoo import load_model
-folder, rank, meeting, cache, prompts, pool, out = json.loads(sys.argv[1])
-dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-weights = Weights.of_model(load_model(folder, device="cpu"), max_positions=64, shards=Shards.join())
-cache = cache if cache == "fp16" else CompressionPolicy.from_dict(cache)
-llm = LLM(weights, cache, max_requests=3, max_tokens=64, pool_bytes=pool)
-outputs = llm.generate(prompts, SamplingParams(max_tokens=12))
-held = llm.cache.memory.pool.nbytes
-json.dump({"tokens": [o.tokens for o in outputs], "held": held, "preempted": sum(o.preemptions for o in outputs)},
-          open(f"{out}/{rank}.json", "w"))
-dist.destroy_process_group()
-"""
 
 
 @pytest.mark.parametrize("cache", ["fp16", POLICY], ids=["fp16", "policy"])
 def test_two_workers_give_the_tokens_of_one(cache, tmp_path):
-    folder = save(tiny_qwen2(heads=4, kv_heads=2), tmp_path / "model")
+    folder = str(save(tiny_qwen2(heads=4, kv_heads=2), tmp_path))
     prompts = [ids_of(length, seed=length)[0].tolist() for length in (9, 30, 1, 14)]
-    weights = Weights.of_model(load_model(str(folder), device="cpu"), max_positions=64)
-    alone = LLM(weights, cache, max_requests=3, max_tokens=64)
-    expected = [output.tokens for output in alone.generate(prompts, SamplingParams(max_tokens=12))]
-    given = cache if cache == "fp16" else json.loads(policy_text(cache, tmp_path))
-    common = [str(folder), 0, f"file://{tmp_path}/meeting", given, prompts, None, str(tmp_path)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps([common[0], rank, *common[2:]])], stderr=subprocess.PIPE
-        )
-        for rank in (0, 1)
-    ]
-    errors = [worker.communicate(timeout=300)[1].decode() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], errors
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for own in found:
-        assert [tuple(tokens) for tokens in own["tokens"]] == expected
-    assert (
-        abs(sum(own["held"] for own in found) - alone.cache.memory.pool.nbytes) <= 2 * alone.cache.layouts[0].page_bytes
-    )
+    options = {"cache": cache, "device": "cpu", "max_requests": 3, "max_tokens": 64}
+    params = SamplingParams(max_tokens=12)
+    (alone,) = generate_sharded(folder, prompts, params, workers=1, **options)
+    two = generate_sharded(folder, prompts, params, workers=2, **options)
+    for worker in two:
+        assert [output.tokens for output in worker.outputs] == [output.tokens for output in alone.outputs]
+        assert worker.heads == 1
+        assert worker.page_bytes == alone.page_bytes
+    assert [sum(own) for own in zip(*(worker.held for worker in two), strict=True)] == alone.held
+    assert max(alone.held) > 0
 
 
-def policy_text(policy, folder) -> str:
-    path = Path(folder) / "policy.json"
-    policy.save(path)
-    return path.read_text()
+def test_what_runs_short_of_pages_preempts_the_same_requests_everywhere(tmp_path):
+    folder = str(save(tiny_qwen2(heads=4, kv_heads=2), tmp_path))
+    prompts = [ids_of(length, seed=length)[0].tolist() for length in (9, 8, 10)]
+    page = PageLayout.holding(Precision.parse("FP16"), 16, 32).page_bytes
+    options = {"device": "cpu", "max_requests": 3, "max_tokens": 64, "pool_bytes": 14 * page}
+    two = generate_sharded(folder, prompts, SamplingParams(max_tokens=40, ignore_eos=True), workers=2, **options)
+    assert [output.preemptions > 0 for output in two[0].outputs] == [False, True, False]
+    for mine, other in zip(*(worker.outputs for worker in two), strict=True):
+        assert (mine.tokens, mine.preemptions) == (other.tokens, other.preemptions)
+        assert len(mine.tokens) == 40
 
 
 def test_heads_that_cannot_be_split_are_refused(tmp_path):
