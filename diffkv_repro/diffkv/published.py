@@ -96,6 +96,25 @@ def figure_15(paper: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def figure_16(paper: Mapping[str, Any], prompt: int) -> dict[str, float]:
+    """How much less a latency is when it is divided by prompt and output tokens, for a prompt of so many tokens."""
+    output = paper["released_script"]["output_tokens"]
+    return {"latency_understated_percent": 100 * prompt / (prompt + output)}
+
+
+def figure_17(paper: Mapping[str, Any]) -> dict[str, float]:
+    """What the batch of QwQ-32B shows: more than its memory explains, and the cap of the released script."""
+    batch, script = paper["qwq_32b_batch"], paper["released_script"]
+    pool = 1e9 * paper["gpus"]["qwq_32b"] * paper["gpu_memory_gb"] * script["gpu_memory_fraction"]
+    request = paper["largest_generation"]["qwq_32b"] * paper["qwq_32b_kv_bytes_per_token"]
+    return {
+        "batch_gain_over_inverse_memory": batch["diffkv"] / batch["vllm"] * paper["qwq_32b_memory_percent"] / 100,
+        "batch_over_script_cap_percent": 100 * batch["diffkv"] / script["batch_caps"]["qwq_32b"],
+        "full_fp16_requests_that_fit": (pool - 1e9 * paper["qwq_32b_weights_gb"]) / request,
+        "script_sequences_over_stated_percent": 100 * script["sequences"] / paper["sequences"],
+    }
+
+
 def _in_pages(percent: float, paper: Mapping[str, Any], per_page: Mapping[str, int] | None = None) -> float:
     """A nominal memory in % as bytes of whole pages, with nothing pruned: it then fixes the share of each tier."""
     per_page = per_page or paper["tokens_per_page"]

@@ -25,15 +25,18 @@ from diffkv_repro.models.hf import AttentionLayout, LayerAttention
 
 _PAGE_TOKENS = 32  # of a single tier: whole steps of the attention kernel
 
-Cache = Literal["fp16"] | CompressionPolicy | Precision
+PER_QUERY_HEAD = "fp16-per-query-head"
+Cache = Literal["fp16", "fp16-per-query-head"] | CompressionPolicy | Precision
 
 
 class EngineCache:
     """Pages for ``max_requests`` requests of at most ``max_tokens`` tokens.
 
     ``cache`` is ``"fp16"``, a precision for all tokens, or a policy; a policy must keep one score a KV head
-    (``group_max="each-step"``). The pool takes ``pool_bytes``, or holds ``max_requests`` full requests. With ``replay``
-    the policy's decisions are made, at their cost, and then overruled by recorded shares: for random weights.
+    (``group_max="each-step"``). ``"fp16-per-query-head"`` reads a page once for each query head of its KV head, as
+    kernels without grouped queries do: the baseline that Figure 15b seems to have. The pool takes ``pool_bytes``, or
+    holds ``max_requests`` full requests. With ``replay`` the policy's decisions are made, at their cost, and then
+    overruled by recorded shares: for random weights.
     Raises ValueError for what cannot be.
     """
 
@@ -45,6 +48,8 @@ class EngineCache:
         self.layouts = _layouts(cache, weights.head_dim)
         self.layers, self.kv_heads = len(weights.layers), weights.kv_heads
         self.max_tokens, self.replay = max_tokens, replay
+        self._group = weights.heads // weights.kv_heads if cache == PER_QUERY_HEAD else 1
+        self._tables = None
         if replay is not None and self.policy is None:
             raise ValueError("a replay of tiers needs a policy, whose decisions it overrules")
         page_bytes = self.layouts[0].page_bytes
@@ -119,6 +124,8 @@ class EngineCache:
         ``rows``, ``columns``, ``prompts`` int32 [batch]: table rows (-1: none), tokens so far, of them the prompt's.
         """
         self.memory.reserve_step(active)
+        if self._group > 1:
+            self._tables = self.view.tables.repeat_interleave(self._group, dim=3)
         if self.rule is None:
             ends = self.view.lengths[rows.clamp_min(0).long()].permute(1, 0, 2, 3)  # [layers, batch, kv_heads, 1]
             return torch.nn.functional.pad(ends, (0, PLAN_FIELDS - 1), value=-1)
@@ -135,6 +142,12 @@ class EngineCache:
         """Take in one token a request and attend to all: [batch, heads, head_dim]. ``bound`` is the most tokens that a
         head of these requests can hold."""
         paged_ops.append(self.view, key, value, plan[layer], rows, columns, layer=layer, bias=self.bias)
+        if self._group > 1:
+            lengths = self.view.lengths[:, layer : layer + 1].repeat_interleave(self._group, dim=2)
+            wide = PagedView(self.view.pool, self._tables[:, :, layer : layer + 1], lengths, self.view.layouts)
+            return paged_ops.decode_attention(
+                wide, query, layer=0, requests=rows, scale=self.scale, update_scores=False, max_tokens=bound
+            )
         newest = plan[layer, ..., 0].contiguous() if self.rule is not None else None
         return paged_ops.decode_attention(
             self.view, query, layer=layer, requests=rows, scale=self.scale, update_scores=self.rule is not None,
@@ -169,7 +182,7 @@ def _layouts(cache: Cache, head_dim: int) -> list[PageLayout]:
     if isinstance(cache, CompressionPolicy):
         size = search_page_bytes(cache.tiers, head_dim)
         return [PageLayout(tier, head_dim, size) for tier in cache.tiers]
-    if cache != "fp16" and not isinstance(cache, Precision):
+    if cache not in ("fp16", PER_QUERY_HEAD) and not isinstance(cache, Precision):
         raise ValueError(f"cache is {cache!r}; it must be 'fp16', a Precision or a CompressionPolicy")
-    precision = Precision.parse("FP16") if cache == "fp16" else cache
+    precision = cache if isinstance(cache, Precision) else Precision.parse("FP16")
     return [PageLayout.holding(precision, head_dim, _PAGE_TOKENS)]

@@ -33,11 +33,12 @@ def engine(model, cache="fp16", **options):
     return LLM(model, cache, **({"max_requests": 4, "max_tokens": 64} | options))
 
 
+@pytest.mark.parametrize("cache", ["fp16", "fp16-per-query-head"])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_fp16_gives_the_tokens_of_transformers(models, name):
+def test_fp16_gives_the_tokens_of_transformers(models, name, cache):
     loaded, params = models[name], SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = prompts_of(9, 1, 23)
-    outputs = engine(loaded).generate(prompts, params)
+    outputs = engine(loaded, cache).generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = loaded.model.generate(
             torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
