@@ -25,7 +25,7 @@ ResidualOf = Literal["profile", "interval"]
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """How the controller learns and guards; alpha, epsilon, violations, uses and rest are the released code's.
+    """How the controller learns and guards; numbers that the released code has are its own.
 
     - ``alpha``: weight of a new surprise; 0 switches learning off. ``shared`` of it is put down to all codecs alike,
       and a profile's own residual halves over ``memory`` decisions without it (see ``Residuals``). Both are ours: the
@@ -40,11 +40,11 @@ class ControllerSettings:
     - ``default``: chosen where nothing can be predicted, for want of a bandwidth say.
     """
 
-    alpha: float = 0.2
+    alpha: float = 0.3
     shared: float = 0.8
-    memory: float = 30.0
+    memory: float = 20.0
     epsilon: float = 0.1
-    explore_within: float = 1.25
+    explore_within: float = 1.1
     reach: int = 1
     residual_of: ResidualOf = "profile"
     violations: int = 3

@@ -13,25 +13,29 @@ class Residuals:
     Per byte, because a codec that slows down by some factor then has the same residual for requests of every size and
     on links of every speed. Of each surprise, ``shared`` goes into one slow-down of all codecs (whatever else runs on
     a GPU slows all of them) and the rest into the profile's own residual; with 0 there are the paper's residuals alone.
-    The first surprises of a key count in full, as in a plain mean. A residual halves with every ``memory`` decisions
-    in which its profile was not used, so that one that was slow for a while is tried again.
+    The first surprises of a key count in full, as in a plain mean. What was learnt of a profile, or of all codecs,
+    halves with every ``memory`` decisions that do not use it, so that what was slow for a while is tried again.
     """
 
     def __init__(self, alpha: float, shared: float, memory: float) -> None:
         self.alpha, self.shared, self.memory = alpha, shared, memory
-        self.slowdown = 0.0
+        self._slowdown, self._slowed = 0.0, 0
         self._seen: dict[Key, tuple[int, float, int]] = {}
 
     def get(self, key: Key, codec_seconds: float, now: int) -> float:
         """Seconds per byte to add to the model's at decision ``now``, for a profile of that codec time per byte."""
-        return self._own(key, now) + self.slowdown * codec_seconds
+        return self._own(key, now) + self.slowdown(now) * codec_seconds
+
+    def slowdown(self, now: int) -> float:
+        """By how much all codecs are slower than measured, as a share of their time: 1 is twice the time."""
+        return self._slowdown * self._left(self._slowed, now)
 
     def _own(self, key: Key, now: int) -> float:
-        found = self._seen.get(key)
-        if found is None:
-            return 0.0
-        _, own, last = found
-        return own * 0.5 ** (max(0, now - last - 1) / self.memory)
+        _, own, last = self._seen.get(key, (0, 0.0, now))
+        return own * self._left(last, now)
+
+    def _left(self, last: int, now: int) -> float:
+        return 0.5 ** (max(0, now - last - 1) / self.memory)
 
     def add(self, key: Key, codec_seconds: float, surprise: float, now: int, *, codec_share: float) -> None:
         """Take a surprise into account, in seconds per byte over model and residual.
@@ -41,8 +45,9 @@ class Residuals:
         count = self._seen.get(key, (0,))[0] + 1
         step = max(self.alpha, 1 / count) * surprise
         common = self.shared * codec_share * step if codec_seconds else 0.0
-        if common:
-            self.slowdown = max(self.slowdown + common / codec_seconds, -1.0)
+        if codec_seconds:
+            slowdown = self.slowdown(now) + common / codec_seconds
+            self._slowdown, self._slowed = max(slowdown, -1.0), now  # no codec takes less than no time
         self._seen[key] = (count, self._own(key, now) + step - common, now)
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,11 +56,11 @@ class Residuals:
             {"key": list(key), "n": n, "seconds_per_byte": own, "last": last}
             for key, (n, own, last) in self._seen.items()
         ]
-        return {"slowdown": self.slowdown, "own": entries}
+        return {"slowdown": self._slowdown, "slowed": self._slowed, "own": entries}
 
     def take(self, document: dict[str, Any], known: Callable[[str], bool]) -> None:
         """Replace all by what :meth:`as_dict` gave, without the profiles (last in a key) that are not ``known``."""
-        self.slowdown = float(document["slowdown"])
+        self._slowdown, self._slowed = float(document["slowdown"]), int(document["slowed"])
         self._seen = {
             tuple(entry["key"]): (int(entry["n"]), float(entry["seconds_per_byte"]), int(entry["last"]))
             for entry in document["own"]

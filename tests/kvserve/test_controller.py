@@ -62,7 +62,8 @@ def test_it_leaves_a_profile_that_slows_down_and_comes_back():
     for _ in range(20):
         assert serve(controller, context).profile.name == "8x"
     slowed = [serve(controller, context, lambda name: 4.0 if name == "8x" else 1.0).profile.name for _ in range(40)]
-    assert "8x" not in slowed[5:15]
+    assert slowed.index("4x") <= 4
+    assert 1 <= slowed[5:].count("8x") <= 5, "tried again now and then"
     healed = [serve(controller, context).profile.name for _ in range(100)]
     assert healed[-1] == "8x"
 
@@ -120,7 +121,7 @@ def test_exploring_is_seeded_and_stays_near_the_best():
     assert names[0] == names[1] != names[2]
     for decision in itertools.chain(*runs):
         best = min(one.predicted for one in decision.candidates)
-        assert decision.predicted <= 1.25 * best
+        assert decision.predicted <= 1.1 * best
     explored = [decision for decision in runs[0] if decision.explored]
     assert 10 < len(explored) < 50
     assert "tried instead of" in explored[0].why
