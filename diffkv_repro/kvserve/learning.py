@@ -13,8 +13,9 @@ class Residuals:
     Per byte, because a codec that slows down by some factor then has the same residual for requests of every size and
     on links of every speed. Of each surprise, ``shared`` goes into one slow-down of all codecs (whatever else runs on
     a GPU slows all of them) and the rest into the profile's own residual; with 0 there are the paper's residuals alone.
-    The first surprises of a key count in full, as in a plain mean. What was learnt of a profile, or of all codecs,
-    halves with every ``memory`` decisions that do not use it, so that what was slow for a while is tried again.
+    The first surprises of a key count in full, as in a plain mean. What was learnt of a profile halves with every
+    ``memory`` decisions that do not use it, so that one that was slow for a while is tried again. The common slow-down
+    always fades like that: else it could stay for good, with the opposite in the own residual of the profile in use.
     """
 
     def __init__(self, alpha: float, shared: float, memory: float) -> None:
@@ -28,14 +29,11 @@ class Residuals:
 
     def slowdown(self, now: int) -> float:
         """By how much all codecs are slower than measured, as a share of their time: 1 is twice the time."""
-        return self._slowdown * self._left(self._slowed, now)
+        return self._slowdown * 0.5 ** (max(0, now - self._slowed) / self.memory)
 
     def _own(self, key: Key, now: int) -> float:
         _, own, last = self._seen.get(key, (0, 0.0, now))
-        return own * self._left(last, now)
-
-    def _left(self, last: int, now: int) -> float:
-        return 0.5 ** (max(0, now - last - 1) / self.memory)
+        return own * 0.5 ** (max(0, now - last - 1) / self.memory)
 
     def add(self, key: Key, codec_seconds: float, surprise: float, now: int, *, codec_share: float) -> None:
         """Take a surprise into account, in seconds per byte over model and residual.

@@ -61,9 +61,9 @@ def test_it_leaves_a_profile_that_slows_down_and_comes_back():
     context = request(5e7)
     for _ in range(20):
         assert serve(controller, context).profile.name == "8x"
-    slowed = [serve(controller, context, lambda name: 4.0 if name == "8x" else 1.0).profile.name for _ in range(40)]
+    slowed = [serve(controller, context, lambda name: 4.0 if name == "8x" else 1.0).profile.name for _ in range(60)]
     assert slowed.index("4x") <= 4
-    assert 1 <= slowed[5:].count("8x") <= 5, "tried again now and then"
+    assert 1 <= slowed[5:].count("8x") <= 4, "tried again now and then"
     healed = [serve(controller, context).profile.name for _ in range(100)]
     assert healed[-1] == "8x"
 
@@ -89,7 +89,7 @@ def test_residuals_are_per_byte_so_sizes_do_not_matter():
     for _ in range(30):
         serve(controller, request(5e7, raw_bytes=1e6), lambda name: 1.5)
     large = request(5e7, raw_bytes=1e9)
-    assert controller.decide(large).predicted == pytest.approx(1.5 * transfer_seconds(PROFILES[2], large), rel=1e-3)
+    assert controller.decide(large).predicted == pytest.approx(1.5 * transfer_seconds(PROFILES[2], large), rel=0.02)
 
 
 @pytest.mark.parametrize("had", [2e7, 1e9])
