@@ -51,7 +51,7 @@ def threshold_disagreements(trials: int, seed: int) -> int:
         raw_bytes, bandwidth = np.exp(generator.uniform(np.log([1e3, 1e5]), np.log([1e12, 1e12])))
         context = ServiceContext("any", float(raw_bytes), float(bandwidth))
         pays = transfer_seconds(profile, context) < transfer_seconds(NO_COMPRESSION, context)
-        wrong += pays != (bandwidth < profile.break_even)
+        wrong += pays != bool(bandwidth < profile.break_even)
     return wrong
 
 
@@ -83,7 +83,7 @@ def envelope_disagreements(sets: int, bandwidths: int, seed: int) -> tuple[int, 
         lines, envelope = [NO_COMPRESSION, *profiles], Envelope(profiles)
         for bandwidth in np.exp(generator.uniform(math.log(1e5), math.log(1e13), bandwidths)):
             best = min(line.seconds_per_byte(bandwidth) for line in lines)
-            wrong += envelope.best(bandwidth).seconds_per_byte(bandwidth) > best * (1 + _EQUAL)
+            wrong += bool(envelope.best(bandwidth).seconds_per_byte(bandwidth) > best * (1 + _EQUAL))
         above = 1.001 * max(profile.break_even for profile in profiles)
         largest = max(profile.ratio for profile in profiles)
         ends += envelope.best(above) is NO_COMPRESSION and envelope.best(1e-3).ratio == largest

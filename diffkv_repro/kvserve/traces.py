@@ -40,6 +40,11 @@ class Trace:
             return self.bandwidths[max(0, int(np.searchsorted(self.seconds, second, side="right")) - 1)]
         return float(np.interp(second, self.seconds, self.bandwidths))
 
+    @property
+    def middle(self) -> float:
+        """Geometric mean of the bandwidths."""
+        return math.exp(sum(map(math.log, self.bandwidths)) / len(self.bandwidths))
+
     def scaled(self, factor: float) -> "Trace":
         """The same course with every bandwidth times ``factor``."""
         return Trace(self.seconds, tuple(factor * bandwidth for bandwidth in self.bandwidths), self.hold)
