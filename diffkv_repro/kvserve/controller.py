@@ -144,7 +144,7 @@ class Controller:
         if others:
             tried = self._random.choice(others).profile
             return Decision(number, tried, f"tried instead of {best.profile.name}", context, bucket, candidates, True)
-        return Decision(number, best.profile, "the fastest expected", context, bucket, candidates)
+        return Decision(number, best.profile, "the fastest of the candidates", context, bucket, candidates)
 
     def _candidates(self, bucket: Bucket, context: ServiceContext) -> tuple[Candidate, ...]:
         # No compression is always among them: a codec may slow down so much that it alone is left.

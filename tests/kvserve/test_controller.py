@@ -198,7 +198,7 @@ def test_every_other_profile_is_refused_with_a_reason():
     assert decision.refused["8x"] == "quality 0.98 is below 0.985"
     assert decision.refused["never"] == "the best at no bandwidth"
     assert "ms expected" in decision.refused["2x"]
-    assert decision.why.splitlines()[0].startswith("4x: the fastest expected, ")
+    assert decision.why.splitlines()[0].startswith("4x: the fastest of the candidates, ")
 
 
 def learnt():

@@ -14,6 +14,9 @@ from diffkv_repro.kvserve.traces import Trace
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
 
 _POINTS = 241
+_STEPS = [digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5)]
+_ONE_TWO_FIVE = {"type": "log", "tickvals": _STEPS, "ticktext": [f"{value:g}" for value in _STEPS]}
+_DECADES = {"type": "log", "tickvals": _STEPS[::3], "ticktext": [f"{value:g}" for value in _STEPS[::3]]}
 _ARMS = {
     "full": PALETTE[0], "no bandit": PALETTE[1], "no model": PALETTE[3], "best static": PALETTE[2],
     "no compression": PAPER_COLOUR, "oracle": PALETTE[6],
@@ -40,8 +43,8 @@ def gains(groups: Mapping[str, Sequence[MeasuredProfile]]) -> go.Figure:
         figure.add_annotation(
             x=np.log10(at), y=-1.05, text=text, showarrow=False, xanchor=side, font_color=PAPER_COLOUR
         )
-    figure.update_xaxes(title_text="bandwidth over the profile's own threshold B*", type="log")
-    figure.update_yaxes(title_text="times as fast as without compression", type="log", dtick="D2")
+    figure.update_xaxes(title_text="bandwidth over the profile's own threshold B*", **_ONE_TWO_FIVE)
+    figure.update_yaxes(title_text="times as fast as without compression", **_ONE_TWO_FIVE)
     figure.update_layout(title="Every profile stops paying at its threshold", legend=LEGEND_ABOVE, margin_t=112)
     return figure
 
@@ -56,21 +59,23 @@ def envelope(panels: Mapping[str, Sequence[MeasuredProfile]], *, title: str, at:
         rows=2, cols=len(panels), row_heights=[0.72, 0.28], vertical_spacing=0.07, horizontal_spacing=0.09,
         shared_xaxes=True, subplot_titles=list(panels),
     )  # fmt: skip
-    for column, profiles in enumerate(panels.values(), start=1):
-        _envelope_panel(figure, profiles, column, at)
-    figure.update_xaxes(type="log")
+    for column, (name, profiles) in enumerate(panels.items(), start=1):
+        _envelope_panel(figure, name, profiles, column, at)
+    figure.update_xaxes(**_DECADES)
     figure.update_xaxes(title_text="bandwidth, Gbps", row=2)
-    figure.update_yaxes(type="log", title_text="seconds a GB", row=1, col=1)
-    figure.update_yaxes(type="log", row=1)
-    figure.update_yaxes(title_text="table / best", rangemode="tozero", row=2, col=1)
-    figure.update_layout(title=title, height=680, legend={"tracegroupgap": 2}, margin={"t": 96})
+    figure.update_yaxes(title_text="seconds a GB", row=1, col=1)
+    figure.update_yaxes(**_DECADES, row=1)
+    figure.update_yaxes(title_text="table / best", row=2, col=1)
+    figure.update_layout(title=title, height=680, legend={"tracegroupgap": 6}, margin={"t": 96})
     return figure
 
 
-def _envelope_panel(figure: go.Figure, profiles: Sequence[MeasuredProfile], column: int, at: float | None) -> None:
+def _envelope_panel(
+    figure: go.Figure, name: str, profiles: Sequence[MeasuredProfile], column: int, at: float | None
+) -> None:
     best = Envelope(profiles)
     thresholds = [profile.break_even for profile in profiles if profile.break_even > 0]
-    low = min(best.bandwidths[-1], *thresholds) / 4
+    low = min(best.bandwidths[-1] / 4, *(threshold / 30 for threshold in thresholds))
     bandwidths = np.geomspace(low, 4 * max(thresholds), _POINTS)
     least = np.array([best.best(b).seconds_per_byte(b) for b in bandwidths])
     chosen = np.array([released_choice(profiles, b).seconds_per_byte(b) for b in bandwidths])
@@ -86,7 +91,7 @@ def _envelope_panel(figure: go.Figure, profiles: Sequence[MeasuredProfile], colu
         figure.add_scatter(
             x=bandwidths / GBPS, y=[1e9 * profile.seconds_per_byte(b) for b in bandwidths], name=profile.name,
             line={"color": colour, "width": 2.5 if profile in near else 1.2, "dash": dash}, legendgroup=str(column),
-            legendgrouptitle_text=f"panel {column}" if column > 1 else None, **panel,
+            legendgrouptitle_text=name, **panel,
             hovertemplate="%{x:.3g} Gbps: %{y:.3g} s a GB<extra>" + profile.name + "</extra>",
         )  # fmt: skip
     figure.add_scatter(
@@ -99,7 +104,7 @@ def _envelope_panel(figure: go.Figure, profiles: Sequence[MeasuredProfile], colu
     if at:
         figure.add_vline(x=at / GBPS, line={"color": PALETTE[1], "width": 2}, **panel)
     figure.add_scatter(
-        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[1], "width": 2}, name="released table",
+        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[6], "width": 2}, name="released table",
         legendgroup="envelope", showlegend=column == 1, row=2, col=column,
         hovertemplate="%{x:.3g} Gbps: %{y:.3f} x the best<extra>released table</extra>",
     )  # fmt: skip
@@ -146,8 +151,8 @@ def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], dra
     figure.update_xaxes(title_text="drift of codec times, % (standard deviation)", row=1, col=2)
     figure.update_yaxes(title_text="% of trials with the fastest among them", row=1, col=2)
     figure.update_layout(
-        title="One neighbour a side is enough for the drift that is drawn", height=600,
-        legend={"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 150},
+        title="One neighbour a side is enough for the drift that is drawn", height=640,
+        legend={"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 196},
     )  # fmt: skip
     return figure
 
@@ -193,12 +198,14 @@ def online(trace: Trace, edges: Sequence[float], runs: Mapping[str, Run], spells
                        name="paper, relative to full", marker={"symbol": "diamond-open", "size": 11,
                        "color": PAPER_COLOUR, "line": {"width": 2}}, row=1, col=2)  # fmt: skip
     figure.update_yaxes(title_text="Gbps", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title_text="ms a request, median of five", type="log", row=2, col=1)
+    figure.update_yaxes(title_text="ms a request, median of five", **_ONE_TWO_FIVE, row=2, col=1)
     figure.update_xaxes(title_text="seconds", row=2, col=1)
     figure.update_yaxes(title_text="time over the oracle's", rangemode="tozero", row=1, col=2)
+    names = [arm.replace(" ", "<br>") for arm in shown.index]
+    figure.update_xaxes(tickvals=list(shown.index), ticktext=names, tickangle=0, tickfont_size=12, row=1, col=2)
     figure.update_layout(
-        title=title, height=640, margin={"t": 104, "b": 130},
-        legend={"orientation": "h", "y": -0.13, "yanchor": "top", "x": 0},
+        title=title, height=680, margin={"t": 104, "b": 176},
+        legend={"orientation": "h", "y": -0.17, "yanchor": "top", "x": 0},
     )  # fmt: skip
     return figure
 
