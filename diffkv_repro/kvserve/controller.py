@@ -5,8 +5,10 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +33,7 @@ class ControllerSettings:
       and a profile's own residual halves over ``memory`` decisions without it (see ``Residuals``). Both are ours: the
       paper has a ``shared`` of 0 and an endless ``memory``.
     - ``epsilon``: share of decisions that explore, among what is expected within ``explore_within`` of the best.
+    - ``outlier``: a time counts as at most so many times the expected one, so that one stall is soon forgotten.
     - ``reach``: so many neighbours on either side of the envelope's best are candidates.
     - ``residual_of``: own residuals for each ``profile``, which serve at every bandwidth, or as in the paper for each
       bucket, ``interval`` and profile, to be learnt anew in each.
@@ -45,6 +48,7 @@ class ControllerSettings:
     memory: float = 20.0
     epsilon: float = 0.1
     explore_within: float = 1.1
+    outlier: float = 10.0
     reach: int = 1
     residual_of: ResidualOf = "profile"
     violations: int = 3
@@ -60,8 +64,9 @@ class ControllerSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
         if not self.memory > 0:
             raise ValueError(f"memory is {self.memory} decisions; it must be above 0")
-        if not self.explore_within >= 1:
-            raise ValueError(f"explore_within is {self.explore_within}; it must be a factor of at least 1")
+        for name in ("explore_within", "outlier"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a factor of at least 1")
         for name, least in (("reach", 0), ("violations", 1), ("uses", 1), ("rest", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -73,22 +78,36 @@ class ControllerSettings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(get_args(kind))}")
 
 
+Library = Iterable[MeasuredProfile] | Mapping[float, Iterable[MeasuredProfile]]
+
+
 class Controller:
     """Chooses a profile for each request and learns from the times that come back; safe to share between threads.
 
+    ``profiles`` are those of one measurement, or of several by the raw bytes that each was made on: short prompts
+    mostly launch kernels, so that speeds, and with them thresholds, grow with the size. A request then meets those of
+    the size nearest to its own (in proportion).
+
     ``decide`` and ``observe`` never raise: whatever goes wrong, a request gets the default profile and a reason.
-    Raises ValueError for profiles of one name, and for a default that is none of them.
+    Raises ValueError for profiles of one name, sizes that are not above 0, and a default that is none of them.
     """
 
-    def __init__(self, profiles: Iterable[MeasuredProfile], settings: ControllerSettings | None = None) -> None:
+    def __init__(self, profiles: Library, settings: ControllerSettings | None = None) -> None:
         self.settings = settings or ControllerSettings()
-        self.profiles = tuple(profiles)
-        self._by_name = {profile.name: profile for profile in (NO_COMPRESSION, *self.profiles)}
-        if len(self._by_name) <= len(self.profiles):
-            raise ValueError(f"names of profiles must differ, from {NO_COMPRESSION.name!r} too: {self._names()}")
-        if self.settings.default not in self._by_name:
-            raise ValueError(f"default is {self.settings.default!r}; allowed are {self._names()}")
-        self._buckets = Buckets(self.profiles)
+        given = profiles if isinstance(profiles, Mapping) else {1.0: profiles}
+        if not given or not all(math.isfinite(size) and size > 0 for size in given):
+            raise ValueError(f"sizes of profiles are {list(given)}; at least one is needed, finite and above 0 bytes")
+        self.profiles = {size: tuple(given[size]) for size in sorted(given)}
+        self._sizes = tuple(self.profiles)
+        # Where one size gives way to the next: half way, in proportion.
+        self._borders = [math.sqrt(small) * math.sqrt(large) for small, large in pairwise(self._sizes)]
+        for those in self.profiles.values():
+            names = [NO_COMPRESSION.name, *(profile.name for profile in those)]
+            if len(set(names)) < len(names):
+                raise ValueError(f"names of profiles must differ, from {NO_COMPRESSION.name!r} too: {', '.join(names)}")
+            if self.settings.default not in names:
+                raise ValueError(f"default is {self.settings.default!r}; allowed are {', '.join(names)}")
+        self._buckets = [Buckets(those) for those in self.profiles.values()]
         self._lock = threading.Lock()
         self.reset()
 
@@ -126,7 +145,7 @@ class Controller:
 
     def _decide(self, context: ServiceContext) -> Decision:
         number, given = self._decisions, self.settings
-        bucket = self._buckets.find(context.workload, context.min_quality)
+        bucket = self._buckets[self._size(context)].find(context.workload, context.min_quality)
         if context.bandwidth is None:
             return Decision(number, self._default(bucket), "the default: bandwidth is not known", context, bucket)
         candidates = self._candidates(bucket, context)
@@ -173,8 +192,9 @@ class Controller:
             profile, codec = chosen.profile, chosen.profile.codec_seconds
             expected = profile.seconds_per_byte(had)
             key, now = self._key(profile, bucket, context), self._decisions
-            surprise = (seconds - context.model_seconds) / context.raw_bytes - expected
-            surprise -= self._residuals.get(key, codec, now)
+            predicted = expected + self._residuals.get(key, codec, now)
+            taken = (seconds - context.model_seconds) / context.raw_bytes
+            surprise = min(taken, self.settings.outlier * max(predicted, expected)) - predicted
             self._residuals.add(key, codec, surprise, now, codec_share=codec / expected)
         # Only a promise can be broken: where no profile could keep the SLO, the fastest is not to blame.
         if math.isfinite(context.slo) and decision.keeps_slo and chosen.profile is not NO_COMPRESSION:
@@ -182,26 +202,34 @@ class Controller:
 
     def _key(self, profile: MeasuredProfile, bucket: Bucket, context: ServiceContext) -> Key:
         if self.settings.residual_of == "profile":
-            return (profile.name,)
+            return (self._size(context), profile.name)
         interval = bucket.envelope.interval(context.bandwidth)
-        return (bucket.workload, bucket.least_quality, interval, profile.name)
+        return (self._size(context), bucket.workload, str(bucket.least_quality), interval, profile.name)
+
+    def _size(self, context: ServiceContext) -> int:
+        return bisect_left(self._borders, context.raw_bytes)
 
     def _resting(self, profile: MeasuredProfile) -> bool:
         return self._cooldown.left(profile.name, self._decisions) > 0
 
     def _default(self, bucket: Bucket) -> MeasuredProfile:
-        default = self._by_name[self.settings.default]
-        return default if default in bucket.profiles else NO_COMPRESSION
+        return next((one for one in bucket.profiles if one.name == self.settings.default), NO_COMPRESSION)
 
-    def _names(self) -> str:
-        return ", ".join([NO_COMPRESSION.name, *(profile.name for profile in self.profiles)])
+    def _measures(self) -> dict[str, list[str]]:
+        """What residuals are relative to, by profile; as text, for JSON knows no infinity."""
+        lines: dict[str, list[str]] = {NO_COMPRESSION.name: []}
+        for size, profiles in self.profiles.items():
+            for one in profiles:
+                values = map(repr, map(float, (size, one.ratio, one.encode, one.decode)))
+                lines.setdefault(one.name, []).append(" ".join(values))
+        return lines
 
     def save(self, path: Path) -> None:
         """Write what was learnt to a JSON file that :meth:`load` reads. Raises WriteError where the disk refuses."""
         with self._lock:
             document = {
                 "format": FORMAT,
-                "profiles": {name: _measure(profile) for name, profile in self._by_name.items()},
+                "profiles": self._measures(),
                 "decisions": self._decisions,
                 "residual_of": self.settings.residual_of,
                 "residuals": self._residuals.as_dict(),
@@ -222,7 +250,7 @@ class Controller:
             fresh._take(document)
         except OSError as error:
             raise ValueError(f"controller state {path} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"controller state {path} is not what save writes: {first_line(error)}") from error
         with self._lock:
             self._decisions, self._random = fresh._decisions, fresh._random
@@ -233,18 +261,13 @@ class Controller:
             raise ValueError(f"format is {document['format']}; allowed is {FORMAT}")
         if document["residual_of"] != self.settings.residual_of:
             raise ValueError(f"residuals are of each {document['residual_of']}, not {self.settings.residual_of}")
-        then = document["profiles"]
+        then, now = document["profiles"], self._measures()
 
         def known(name: str) -> bool:
-            return name in self._by_name and then.get(name) == _measure(self._by_name[name])
+            return name in now and then.get(name) == now[name]
 
         self._decisions = int(document["decisions"])
         self._residuals.take(document["residuals"], known)
         self._cooldown.take(document["cooldown"], known)
         version, words, carried = document["random"]
         self._random.setstate((version, tuple(words), carried))
-
-
-def _measure(profile: MeasuredProfile) -> list[str]:
-    """What a residual is relative to; as text, for JSON knows no infinity."""
-    return [repr(float(value)) for value in (profile.ratio, profile.encode, profile.decode)]

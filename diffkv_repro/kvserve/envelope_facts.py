@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -139,6 +140,21 @@ def decisions_until_left(
         uses += step >= settled and decision.profile is favourite
         controller.observe(decision, slow * transfer_seconds(decision.profile, context), bandwidth=bandwidth)
     return uses
+
+
+def decision_seconds(profiles: int, decisions: int, seed: int) -> tuple[float, float]:
+    """Median and 99.9th percentile of the seconds of a decision among so many random profiles, warm."""
+    generator = np.random.default_rng(seed)
+    controller = Controller(random_profiles(generator, profiles))
+    times = []
+    for bandwidth in np.exp(generator.uniform(math.log(1e6), math.log(1e12), decisions + decisions // 10)):
+        context = ServiceContext("any", 1e8, float(bandwidth), slo=10.0)
+        started = time.perf_counter()
+        decision = controller.decide(context)
+        times.append(time.perf_counter() - started)
+        controller.observe(decision, 1.1 * transfer_seconds(decision.profile, context), bandwidth=bandwidth)
+    warm = times[decisions // 10 :]
+    return float(np.median(warm)), float(np.quantile(warm, 0.999))
 
 
 def middles(profiles: Sequence[MeasuredProfile]) -> list[float]:

@@ -12,7 +12,7 @@ class GoodputEstimator:
     Bytes over seconds, both summed with a weight that halves every ``half_life`` seconds: a long transfer counts more
     than a short one, and an old one less than a new one. Where transfers share the link, it is the share that one of
     them gets. Acknowledgements of fewer than ``least_bytes`` say more about latency than about bandwidth and are left
-    out, as are those whose bytes or seconds cannot be. Safe to share between threads; never raises once made.
+    out, as are those whose bytes or seconds cannot be. Safe to share between threads.
     """
 
     def __init__(

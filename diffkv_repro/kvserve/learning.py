@@ -1,5 +1,6 @@
 """What the controller learns at run time: residuals of the model, and which profiles rest (section 6.2)."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -58,12 +59,18 @@ class Residuals:
 
     def take(self, document: dict[str, Any], known: Callable[[str], bool]) -> None:
         """Replace all by what :meth:`as_dict` gave, without the profiles (last in a key) that are not ``known``."""
-        self._slowdown, self._slowed = float(document["slowdown"]), int(document["slowed"])
+        self._slowdown, self._slowed = _finite(document["slowdown"]), int(document["slowed"])
         self._seen = {
-            tuple(entry["key"]): (int(entry["n"]), float(entry["seconds_per_byte"]), int(entry["last"]))
+            tuple(entry["key"]): (max(1, int(entry["n"])), _finite(entry["seconds_per_byte"]), int(entry["last"]))
             for entry in document["own"]
             if known(entry["key"][-1])
         }
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} was learnt; it must be finite")
+    return float(value)
 
 
 class Cooldown:

@@ -3,15 +3,14 @@
 import itertools
 import json
 import math
-import statistics
 import threading
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diffkv_repro.kvserve.controller import Controller, ControllerSettings
+from diffkv_repro.kvserve.envelope_facts import decision_seconds
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, Envelope, MeasuredProfile, ServiceContext, transfer_seconds
 
 GREEDY = ControllerSettings(epsilon=0)
@@ -109,6 +108,48 @@ def test_a_bandwidth_that_cannot_be_teaches_nothing(had):
     first = controller.decide(request())
     controller.observe(first, 1.0, bandwidth=had)
     assert controller.decide(request()).predicted == first.predicted
+
+
+def test_one_stall_is_soon_forgotten():
+    controller = Controller(PROFILES, GREEDY)
+    context = request(5e7)
+    for _ in range(10):
+        serve(controller, context)
+    serve(controller, context, lambda name: 1e12)
+    names = [serve(controller, context).profile.name for _ in range(200)]
+    assert names[-1] == "8x"
+
+
+def test_speeds_of_the_nearest_size_count():
+    # Short prompts mostly launch kernels: at 5 GB/s only the long one is worth compressing.
+    sizes = {size: [MeasuredProfile.from_speed("8x", 8, speed)] for size, speed in [(1e6, 1e9), (1e9, 5e10)]}
+    controller = Controller(sizes, GREEDY)
+    chosen = {size: controller.decide(request(5e9, raw_bytes=size)).profile.name for size in (1e5, 3e7, 3.3e7, 1e12)}
+    assert chosen == {1e5: "none", 3e7: "none", 3.3e7: "8x", 1e12: "8x"}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["qa", "code", "?"]), st.one_of(st.none(), st.floats(1e3, 1e15), st.just(math.inf)),
+            st.floats(1, 1e15), st.floats(1e-6, 1e6), st.floats(0, 1.2), st.floats(allow_nan=True),
+            st.one_of(st.none(), st.floats()),
+        ),
+        max_size=25,
+    ),
+    st.sampled_from(["profile", "interval"]),
+)  # fmt: skip
+def test_whatever_comes_it_decides_and_keeps_the_quality(requests, residual_of):
+    controller = Controller(PROFILES, ControllerSettings(epsilon=0.5, residual_of=residual_of))
+    for workload, bandwidth, raw_bytes, slo, min_quality, seconds, had in requests:
+        context = request(bandwidth, raw_bytes, workload, slo=slo, min_quality=min_quality)
+        decision = controller.decide(context)
+        assert "failed" not in decision.reason
+        assert decision.profile is NO_COMPRESSION or decision.profile.quality_of(workload) >= min_quality
+        assert decision.profile.name not in decision.refused
+        assert decision.why
+        assert not any(math.isnan(one.predicted) for one in decision.candidates)
+        controller.observe(decision, seconds, bandwidth=had)
 
 
 def test_exploring_is_seeded_and_stays_near_the_best():
@@ -223,7 +264,7 @@ def test_what_was_learnt_of_another_measurement_is_left_out(tmp_path):
     anew = MeasuredProfile.from_speed("8x", 8, 6e8, {"qa": 0.98})
     controller = Controller([*PROFILES[:2], anew], GREEDY)
     controller.load(tmp_path / "state.json")
-    assert [entry["key"] for entry in controller._residuals.as_dict()["own"]].count(["8x"]) == 0
+    assert [entry["key"] for entry in controller._residuals.as_dict()["own"]].count([0, "8x"]) == 0
 
 
 def test_reset_forgets():
@@ -289,20 +330,9 @@ def test_threads_share_one_controller():
 
 
 def test_a_decision_among_forty_profiles_is_quick():
-    many = [MeasuredProfile.from_speed(f"p{i}", 1.2 + i / 4, 1e11 / (1 + i) ** 1.5, {"qa": 0.9 + i / 400})
-            for i in range(40)]  # fmt: skip
-    controller = Controller(many)
-
-    def median():
-        times = []
-        for step in range(300):
-            context = request(1e6 * 1.03**step)
-            started = time.perf_counter()
-            controller.decide(context)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
-
-    assert min(median() for _ in range(5)) < 50e-6, "our bar, on a machine that others use too"
+    medians, tails = zip(*(decision_seconds(40, 2000, seed) for seed in range(3)), strict=True)
+    assert min(medians) < 50e-6, "our bar, on a machine that others use too"
+    assert min(tails) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -312,6 +342,9 @@ def test_a_decision_among_forty_profiles_is_quick():
         (lambda: ControllerSettings(epsilon=-0.1), "epsilon is -0.1"),
         (lambda: ControllerSettings(memory=0), "memory is 0"),
         (lambda: ControllerSettings(explore_within=0.5), "explore_within is 0.5"),
+        (lambda: ControllerSettings(outlier=0), "outlier is 0"),
+        (lambda: Controller({}), "at least one is needed"),
+        (lambda: Controller({0: PROFILES}), r"sizes of profiles are \[0\]"),
         (lambda: ControllerSettings(reach=-1), "reach is -1"),
         (lambda: ControllerSettings(rest=1.5), "rest is 1.5"),
         (lambda: ControllerSettings(violations=11), "violations is 11, more than the 10"),

@@ -74,6 +74,15 @@ def test_at_a_constant_bandwidth_it_is_never_much_worse_than_the_best_static(ban
         assert set(runs["full"].profiles) == {NO_COMPRESSION.name}
 
 
+def test_it_beats_every_static_choice_somewhere():
+    ahead = dict.fromkeys([NO_COMPRESSION, *PROFILES], 0.0)
+    for bandwidth in np.geomspace(1e7, 1e11, 9):
+        run = replay(PROFILES, constant(bandwidth, 60), Load(1e8), arms=("full",))["full"]
+        for profile in ahead:
+            ahead[profile] = max(ahead[profile], 1e8 * profile.seconds_per_byte(bandwidth) / run.seconds[1:].mean())
+    assert min(ahead.values()) >= 1.2, "our bar"
+
+
 def test_profiles_of_too_little_quality_are_nobodys_choice():
     poor = MeasuredProfile.from_speed("poor", 20, 1e10, {"any": 0.5})
     runs = replay([*PROFILES, poor], TRACE, Load(1e8, min_quality=0.9))
