@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from heapq import nsmallest
 from itertools import pairwise
 
 ANY_WORKLOAD = "*"
@@ -134,7 +135,7 @@ class Envelope:
 
     ``profiles``: those on the envelope, from the highest bandwidth to the lowest. ``edges``: the x at which each
     gives way to the next, increasing. "No compression" is one of the lines unless ``with_none`` is False. Of profiles
-    with the same line only the first stays, "no compression" before all. A look-up takes O(log n).
+    with the same line only the first stays, "no compression" before all. A look-up takes O(log n). ``lines``: all.
     """
 
     def __init__(self, profiles: Iterable[MeasuredProfile], *, with_none: bool = True) -> None:
@@ -150,6 +151,7 @@ class Envelope:
             while len(hull) > 1 and _crossing(hull[-1], line) <= _crossing(hull[-2], hull[-1]):
                 hull.pop()
             hull.append(line)
+        self.lines = tuple(given)
         self.profiles = tuple(given[place] for *_, place in hull)
         self.edges = tuple(float(_crossing(a, b)) for a, b in pairwise(hull))
 
@@ -172,6 +174,12 @@ class Envelope:
         """The best and its neighbours up to ``reach`` places away, in the envelope's order (section 6.2)."""
         centre = self.interval(bandwidth)
         return self.profiles[max(0, centre - reach) : centre + reach + 1]
+
+    def fastest(self, bandwidth: float, count: int) -> tuple[MeasuredProfile, ...]:
+        """The ``count`` fastest at ``bandwidth``, on the envelope or not, the best first. Takes O(n)."""
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth is {bandwidth} bytes/s; it must be above 0")
+        return tuple(nsmallest(count, self.lines, key=lambda line: line.seconds_per_byte(bandwidth)))
 
 
 def _line(profile: MeasuredProfile) -> tuple[Fraction, Fraction]:

@@ -4,7 +4,6 @@ Enough to give the latency model lines of a real machine, from quick and large t
 """
 
 import bz2
-import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -137,24 +136,29 @@ def keys_and_values(model, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     return keys.half().cpu(), values.half().cpu()
 
 
-def measure(codec: TimedCodec, keys_values: Sequence[Tensor], repeats: int) -> MeasuredProfile:
-    """``codec`` on FP16 keys and values: true ratio, and median speeds of one thread, warm.
+def measure(codecs: Sequence[TimedCodec], keys_values: Sequence[Tensor], repeats: int) -> list[MeasuredProfile]:
+    """Every codec on FP16 keys and values: true ratio, and the best speeds of ``repeats`` rounds, warm, one thread.
 
-    No quality is given: that takes a task, and none was run.
+    Codecs take turns, so that a machine that is busy for a while slows all alike, and the best round is the one that
+    was disturbed least. No quality is given: that takes a task, and none was run.
     """
     raw_bytes = sum(x.nbytes for x in keys_values)
+    times: dict[str, list[tuple[float, float]]] = {codec.name: [] for codec in codecs}
     with one_thread(), torch.inference_mode():
-        sent = codec.encode(keys_values)
-        encode = _median_seconds(lambda: codec.encode(keys_values), repeats)
-        decode = _median_seconds(lambda: codec.decode(sent), repeats)
-    return MeasuredProfile(codec.name, raw_bytes / codec.sent_bytes(sent), raw_bytes / encode, raw_bytes / decode, {})
+        sent = {codec.name: codec.encode(keys_values) for codec in codecs}
+        for codec in [codec for _ in range(repeats) for codec in codecs]:
+            encode = _seconds(lambda codec=codec: codec.encode(keys_values))
+            decode = _seconds(lambda codec=codec: codec.decode(sent[codec.name]))
+            times[codec.name].append((encode, decode))
+    profiles = []
+    for codec in codecs:
+        encode, decode = (raw_bytes / min(taken) for taken in zip(*times[codec.name], strict=True))
+        ratio = raw_bytes / codec.sent_bytes(sent[codec.name])
+        profiles.append(MeasuredProfile(codec.name, ratio, encode, decode, {}))
+    return profiles
 
 
-def _median_seconds(call: Callable[[], object], repeats: int) -> float:
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
     call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return time.perf_counter() - started

@@ -48,6 +48,8 @@ def test_candidates_hold_the_fastest_without_drift_and_lose_it_with_more():
     assert shares[0] == 1
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 0.95
+    assert facts.share_in_candidates(PROFILES, 2.0, 400, seed=0, within=0.5) > shares[-1]
+    assert facts.share_in_candidates(PROFILES, 2.0, 400, seed=0, fastest=4) == 1
     alone = facts.share_in_candidates(PROFILES, 0.5, 400, seed=0, reach=0)
     assert alone < facts.share_in_candidates(PROFILES, 0.5, 400, seed=0)
 

@@ -102,6 +102,13 @@ def test_candidates_are_the_best_and_its_neighbours():
     assert [profile.name for profile in envelope.candidates(1.0, reach=0)] == ["8x"]
 
 
+def test_the_fastest_may_lie_off_the_envelope():
+    envelope = Envelope([pair(2.0, 8e9, "2x"), pair(4.0, 2e9, "4x"), pair(4.0, 1.9e9, "nearly 4x")])
+    assert "nearly 4x" not in [profile.name for profile in envelope.profiles]
+    assert [profile.name for profile in envelope.fastest(1e8, 2)] == ["4x", "nearly 4x"]
+    assert len(envelope.fastest(1e8, 9)) == 4
+
+
 def test_equations_2_and_3():
     quick, small = pair(2.0, 8e9, "quick", qa=0.99), pair(8.0, 5e8, "small", qa=0.95)
     slow_link = ServiceContext("qa", 1e9, 1e7)

@@ -35,7 +35,8 @@ def test_bytes_count_scales_and_zero_points(tensors):
     keys, values = tensors
     metadata = 4 * (2 * 3 * 16 + 2 * 3 * 37)
     assert Levels(16).sent_bytes(Levels(16).encode(tensors)) == (keys.numel() + values.numel()) // 2 + metadata
-    profile = measure(Levels(16), tensors, repeats=1)
+    profile, other = measure([Levels(16), Fp8()], tensors, repeats=2)
+    assert other.ratio == 2
     raw = 2 * (keys.numel() + values.numel())
     assert profile.ratio == pytest.approx(raw / (raw / 4 + metadata))
     assert profile.quality_of("any") == 0, "no task was run"

@@ -52,13 +52,13 @@ def test_candidates_are_thick_at_a_bandwidth():
 def test_figure_11_marks_both_boundaries():
     lines = [MeasuredProfile.from_speed(name, 1 / slope, 1 / height)
              for name, slope, height in [("p1", 2.5, 0.3), ("p2", 1.3, 0.7), ("p3", 0.75, 0.98)]]  # fmt: skip
-    shares = pd.DataFrame({0: {0.1: 90.0, 0.5: 60.0}, 1: {0.1: 99.0, 0.5: 80.0}})
+    shares = pd.DataFrame({"alone": {0.1: 90.0, 0.5: 60.0}, "more": {0.1: 99.0, 0.5: 80.0}})
     figure = plots.candidates(lines, {"p2": -0.06}, 0.683, shares, 0.1)
     texts = " ".join(note.text for note in figure.layout.annotations)
     assert all(text in texts for text in ("0.333", "0.509", "drawn at 0.683"))
     drifted, plain = named(figure, "p2, drifted")[0], named(figure, "p2")[0]
     assert drifted.y[0] - plain.y[0] == pytest.approx(-0.06)
-    assert list(named(figure, "and 1 neighbour a side")[0].y) == [99.0, 80.0]
+    assert list(named(figure, "more")[0].y) == [99.0, 80.0]
 
 
 def test_figure_16_draws_every_arm_and_relates_the_paper_to_full():

@@ -114,7 +114,7 @@ def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], dra
                marked: float) -> go.Figure:  # fmt: skip
     """Figure 11: the paper's four lines with their drift, and how often the candidates hold the fastest profile.
 
-    ``shares`` [drift, neighbours a side] in %; ``drawn_edge`` is where the paper draws its third boundary; ``marked``
+    ``shares`` [drift, rule] in %; ``drawn_edge`` is where the paper draws its third boundary; ``marked``
     is the drift that the claim is about.
     """
     figure = make_subplots(
@@ -138,8 +138,7 @@ def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], dra
     figure.add_vline(x=drawn_edge, line={"color": PALETTE[1], "width": 2}, row=1, col=1)
     figure.add_annotation(x=drawn_edge, y=0.55, text=f"drawn at {drawn_edge:.3f} ", showarrow=False, xanchor="right",
                           font_color=PALETTE[1], row=1, col=1)  # fmt: skip
-    for (reach, column), colour in zip(shares.items(), PALETTE[3:], strict=False):
-        name = "the best alone" if reach == 0 else f"and {reach} neighbour{'s' if reach > 1 else ''} a side"
+    for (name, column), colour in zip(shares.items(), PALETTE[3:], strict=False):
         figure.add_scatter(
             x=[100 * d for d in column.index], y=column, name=name, mode="lines+markers", line={"color": colour},
             hovertemplate="drift of %{x:.0f} %: %{y:.1f} %<extra>" + name + "</extra>", row=1, col=2,
