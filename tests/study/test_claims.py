@@ -14,7 +14,8 @@ from diffkv_repro.study.notebooks import find_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 DIFFKV = [f"diffkv-fig{n:02d}" for n in range(1, 18)] + [f"diffkv-tab{n}" for n in (1, 2, 3)]
-KVSERVE = [f"kvserve-fig{n:02d}" for n in range(1, 17)] + ["kvserve-tab1", "kvserve-thm61", "kvserve-thm62"]
+KVSERVE = [f"kvserve-fig{n:02d}" for n in range(1, 17)]
+KVSERVE += ["kvserve-fig16-right", "kvserve-tab1", "kvserve-thm61", "kvserve-thm62"]
 SERIES = [
     "00_start_here", "01_attention_scores", "02_dynamic_sparsity", "03_key_value_precision",
     "04_pruning_and_calibration", "05_accuracy_and_memory", "06_memory_manager", "07_attention_kernel",
