@@ -82,8 +82,9 @@ def end_to_end(rows: pd.DataFrame, predicted: pd.DataFrame) -> go.Figure:
                 if len(own):
                     figure.add_scatter(
                         x=own["length"], y=1e3 * own["seconds"], name=cache + suffix, legendgroup=cache + suffix,
-                        showlegend=column == 1, mode="lines+markers", line={"color": colour, "dash": dash, "width": 1.5},
-                        marker={"symbol": "circle" if dash == "solid" else "circle-open", "size": 7}, row=1, col=column,
+                        showlegend=column == 1, mode="lines+markers", row=1, col=column,
+                        line={"color": colour, "dash": dash, "width": 1.5},
+                        marker={"symbol": "circle" if dash == "solid" else "circle-open", "size": 7},
                     )  # fmt: skip
     lengths = sorted(both["length"].unique())
     figure.update_xaxes(
