@@ -148,3 +148,22 @@ def test_bench_compress_prints_percentages(tiny):
     refused = call("bench", "compress", "--model", tiny[0], "--tokens", "257")
     assert refused.exit_code == 2
     assert "tokens is 257; allowed are 3 to 256" in refused.stderr
+
+
+def test_bench_engine_prints_and_keeps_every_part(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from diffkv_repro.models.shapes import SHAPES, ModelShape
+
+    small = {"layers": 1, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "vocab": 50}
+    monkeypatch.setitem(SHAPES, "tiny", ModelShape("tiny", "", **small))
+    sizes = ["--shape", "tiny", "--device", "cpu", "--batch", "2", "--length", "70", "--pool-gb", "0.003"]
+    runs = ["--prompt", "20", "--generated", "40", "--rate", "1000", "--seconds", "2"]
+    done = call("bench", "engine", *sizes, *runs, "--output", str(tmp_path / "engine.json"))
+    assert done.exit_code == 0, done.output
+    kept = json.loads((tmp_path / "engine.json").read_text())
+    assert {"breakdown", "latency", "throughput", "arrivals"} <= set(kept)
+    assert [row["phase"] for row in kept["breakdown"]] == ["prompt", "generation"]
+    assert {row["cache"] for row in kept["latency"]} == {"FP16", "FP16, read per query head", "DiffKV"}
+    refused = call("bench", "engine", "--shape", "gpt-9")
+    assert refused.exit_code == 2
+    assert "no shape called 'gpt-9'" in refused.output

@@ -1,0 +1,93 @@
+"""``diffkv-repro bench engine``: the serving engine at a model's shape, DiffKV and FP16 in one run."""
+
+import dataclasses
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffkv_repro.cli_errors import fail, guarded, waiting
+
+
+class Part(StrEnum):
+    """What to measure."""
+
+    breakdown = "breakdown"
+    latency = "latency"
+    throughput = "throughput"
+    arrivals = "arrivals"
+
+
+def engine(
+    part: Annotated[list[Part] | None, typer.Option(help="What to measure; may be repeated. Default: all.")] = None,
+    shape: Annotated[str, typer.Option(help="Random weights of this model's shape.")] = "llama3-8b",
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests; may be repeated.")] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; may be repeated.")] = None,
+    shares: Annotated[str, typer.Option(help="Shares of the tokens in DiffKV's high and low tier.")] = "0.3,0.6",
+    pool_gb: Annotated[float, typer.Option(help="Memory for pages, for throughput and arrivals.")] = 8.0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for throughput.")] = 256,
+    generated: Annotated[int, typer.Option(min=1, help="Tokens of an answer, for throughput.")] = 4096,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests a second, for arrivals; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(help="Limit of each throughput and arrivals run.")] = 60.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one.")] = "",
+    output: Annotated[Path | None, typer.Option(help="JSON file to write every number to.")] = None,
+) -> None:
+    """Time of a step and its parts, throughput under a memory limit, latency under Poisson arrivals."""
+    import torch
+
+    from diffkv_repro.core.files import write_text
+    from diffkv_repro.core.provenance import device_name
+    from diffkv_repro.engine import experiments
+    from diffkv_repro.models.shapes import shape_of
+
+    try:
+        own = tuple(float(share) for share in shares.split(","))
+        sizes = shape_of(shape)
+    except (ValueError, KeyError) as error:
+        fail(f"--shares {shares!r}, --shape {shape!r}: {error.args[0]}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    setup = experiments.Setup(sizes, device, own)
+    batches, lengths, parts = batch or [8, 64], length or [1024, 4096], part or list(Part)
+    pool = int(pool_gb * 1e9)
+    found: dict[str, Any] = {"device": device_name(), "shape": shape, "shares": own}
+    typer.echo(f"{shape} with random weights on {found['device']}; DiffKV keeps {shares} of the tokens high and low")
+
+    if Part.breakdown in parts:
+        with waiting("timing steps and their parts"):
+            rows = guarded(experiments.breakdown, setup, batches, min(lengths))
+        found["breakdown"] = [row.as_dict() for row in rows]
+        for row in rows:
+            text = ", ".join(f"{name} {share:.2f} %" for name, share in row.shares().items())
+            typer.echo(f"{row.phase}, {row.batch} x {row.length:,} tokens: {1e3 * row.total:.2f} ms, {text}")
+    if Part.latency in parts:
+        with waiting("timing generation steps"):
+            rows = list(experiments.end_to_end(setup, [(b, n) for b in batches for n in lengths]))
+        found["latency"] = rows
+        for row in rows:
+            typer.echo(f"{row['cache']}, {row['batch']} x {row['length']:,} tokens: {1e3 * row['seconds']:.2f} ms")
+    if Part.throughput in parts:
+        with waiting("running steady states"):
+            states = guarded(
+                lambda: experiments.throughput(
+                    setup, pool_bytes=pool, prompt=prompt, generated=generated, max_requests=128, limit=seconds
+                )
+            )
+        found["throughput"] = {name: state.as_dict() for name, state in states.items()}
+        for name, state in states.items():
+            typer.echo(f"{name}: {state.per_second:,.0f} tokens/s, mean batch {state.mean_batch:.1f}")
+    if Part.arrivals in parts:
+        asked = experiments.uniform_lengths((64, 512), (256, 768))
+        with waiting("serving Poisson arrivals"):
+            served = experiments.arrivals(
+                setup, sorted(rate or [1.0, 2.0, 4.0]), pool_bytes=pool, requests=64, lengths=asked, max_tokens=1536,
+                max_requests=128, limit=seconds,
+            )  # fmt: skip
+        found["arrivals"] = {name: [dataclasses.asdict(own) for own in rows] for name, rows in served.items()}
+        for name, rows in served.items():
+            for row in rows:
+                answered = f"{row.answered} of {row.offered} answered"
+                typer.echo(f"{name}, {row.rate:g} a second: {1e3 * row.mean:.1f} ms a token, {answered}")
+    if output is not None:
+        write_text(output, json.dumps(found, indent=1) + "\n")
