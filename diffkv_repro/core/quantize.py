@@ -77,7 +77,7 @@ def affine(grouped: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     require_half_range(low, high)
     zero = _half_below(low)
     step = (high - zero.float()) / (levels - 1)
-    scale = _half_above(step)
+    scale = half_above(step)
     # Only two levels over nearly all of FP16's range need a wider step than FP16 holds. The widest one, centred, still
     # brings every value within half a step.
     wide = step > LARGEST
@@ -118,7 +118,7 @@ def _half_below(x: Tensor) -> Tensor:
     return torch.where(half.float() > x, lower.view(torch.float16), half)
 
 
-def _half_above(x: Tensor) -> Tensor:
+def half_above(x: Tensor) -> Tensor:
     """The smallest FP16 number that is not below ``x`` >= 0; infinity above 65504."""
     half = x.to(torch.float16)
     bits = half.view(torch.int16)
