@@ -32,7 +32,7 @@ NAMED: dict[str, Profile] = {
     "cachegen-2-keybias": Profile((KeyBias(),), CacheGen(2), RangeCoding(per="channel")),
     "kvquant-3bit": Profile((Unrope(),), KVQuant(8), BitPack()),
     "kvquant-4bit": Profile((Unrope(),), KVQuant(16), BitPack()),
-    # KVServe's copy streams 80 % of the heads (the ratios of its Figure 3 need that) with 128 first and 256 last tokens.
+    # KVServe's copy streams 80 % of the heads (its Figure 3 needs that share) with 128 first and 256 last tokens.
     "duoattention": Profile((), HeadLadder(_PRUNED, (0.2, 0.8), sink=128, recent=256), NoCodec()),
     "snapkv": Profile((), TokenLadder(_PRUNED, (0.5, 0.5), recent=32, budget=2048), NoCodec()),
     "pyramidkv": Profile((), TokenLadder(_PRUNED, (0.5, 0.5), recent=32, budget=2048, beta=20.0), NoCodec()),
