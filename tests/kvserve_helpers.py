@@ -4,6 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from diffkv_repro.kvserve.assets import Assets
+from diffkv_repro.kvserve.frame import Frame
 from diffkv_repro.kvserve.heads import HeadScores
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.transform_state import AffineMaps
@@ -76,3 +77,14 @@ def same(got, want):
         torch.equal(a.key, b.key) and torch.equal(a.value, b.value) and a.key.dtype == b.key.dtype
         for a, b in zip(got.layers, want.layers, strict=True)
     )
+
+
+def sent(profile, kv, layout, assets=None):
+    """Over the wire and back."""
+    frame = profile.encode(kv, layout, assets=assets)
+    data = frame.to_bytes()
+    assert len(data) == frame.nbytes
+    assert 0 <= frame.code_bytes < frame.nbytes
+    arrived = Frame.from_bytes(data, layout, assets=assets)
+    assert (arrived.nbytes, arrived.code_bytes) == (frame.nbytes, frame.code_bytes)
+    return arrived.decode()

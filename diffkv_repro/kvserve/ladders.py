@@ -214,12 +214,12 @@ def assign(scores: Tensor, shares: tuple[float, ...]) -> Tensor:
 
 def step_counts(shares: tuple[float, ...], units: int) -> list[int]:
     """Units of each step, counted from the lowest, so that MixHQ's low heads are round(ratio n)."""
-    edges, above = [units], 1.0
+    edges, below = [0], 0.0
     for share in reversed(shares[1:]):
-        above -= share
-        edges.append(units - round((1 - above) * units))
-    edges.append(0)
-    return [high - low for high, low in pairwise(edges)][::-1]
+        below += share
+        edges.append(round(below * units))
+    edges.append(units)
+    return [above - under for under, above in pairwise(edges)][::-1]
 
 
 def _step(key: int, value: int) -> str:

@@ -71,7 +71,9 @@ class Uniform(Quantizer):
 
     def __post_init__(self) -> None:
         require_flag("joint", self.joint)
-        _ = self.grids
+        for grid in self.grids:
+            if not grid.levels:
+                raise ValueError("levels is 0; a ladder can drop tokens, a uniform quantizer needs at least 2 levels")
 
     @property
     def grids(self) -> tuple[Grid, Grid]:
