@@ -111,22 +111,29 @@ def test_a_code_beyond_the_levels_is_refused():
         CODECS.make("none").decode(bytes([1, 7]), 2, 5)
 
 
+def _runs(codec):
+    try:
+        codec.require()
+    except CodecUnavailable:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("codec", nvcomp.NVCOMP)
 def test_nvcomp_is_known_everywhere_and_says_what_it_needs(codec):
     assert CODECS.make(codec.name) == codec()
-    try:
-        codec().require()
-    except CodecUnavailable as error:
-        assert codec.name in str(error)
-        assert "GPU" in str(error) or "nvidia-nvcomp" in str(error)
-        with pytest.raises(CodecUnavailable):
-            codec().encode(np.zeros(4, np.uint8), 4)
-        with pytest.raises(CodecUnavailable):
-            codec().decode(b"", 0, 4)
-    else:
-        symbols = np.random.default_rng(0).integers(0, 12, 4097).astype(np.uint8)
-        coded = codec().encode(symbols, 12)
-        np.testing.assert_array_equal(codec().decode(coded.payload, len(symbols), 12), symbols)
+    if not _runs(codec()):
+        for use in (
+            codec().require,
+            lambda: codec().encode(np.zeros(4, np.uint8), 4),
+            lambda: codec().decode(b"", 0, 4),
+        ):
+            with pytest.raises(CodecUnavailable, match=rf"codec {codec.name} needs .*(GPU|nvidia-nvcomp)"):
+                use()
+        return
+    symbols = np.random.default_rng(0).integers(0, 12, 4097).astype(np.uint8)
+    coded = codec().encode(symbols, 12)
+    np.testing.assert_array_equal(codec().decode(coded.payload, len(symbols), 12), symbols)
 
 
 def test_registries_refuse_what_they_do_not_know_and_what_they_know_already():
