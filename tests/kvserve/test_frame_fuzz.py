@@ -90,7 +90,7 @@ def test_accidents_are_refused_or_harmless(frames):
     dice = random.Random(0)
     refused = 0
     for _ in range(MUTATIONS // 2):
-        data, right = dice.choice(frames)
+        data, _ = dice.choice(frames)
         changed = mutated(data, [other for other, _ in frames], dice)
         try:
             got = Frame.from_bytes(changed, LAYOUT).decode()

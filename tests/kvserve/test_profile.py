@@ -27,7 +27,10 @@ from diffkv_repro.kvserve.transforms import Hadamard, KeyBias
         (Profile.named("kivi-2bit"), "none | kivi 2-bit g=32 R=128 | bitpack"),
         (Profile.named("cachegen-1"), "none | cachegen level 1 | range per=channel"),
         (Profile.named("quarot-4bit"), "hadamard | uniform K16 V16 token/token per head | bitpack"),
-        (Profile((KeyBias(), Hadamard(5)), Uniform(), Zstd(level=3)), "keybias + hadamard seed=5 | uniform K16 V16 channel/token | zstd level=3"),
+        (
+            Profile((KeyBias(), Hadamard(5)), Uniform(), Zstd(level=3)),
+            "keybias + hadamard seed=5 | uniform K16 V16 channel/token | zstd level=3",
+        ),
         (Profile.named("duoattention"), "none | heads 0.2:16bit 0.8:0 sink=128 recent=256 | none"),
     ],
 )  # fmt: skip
