@@ -1,5 +1,7 @@
 """Entropy coding of codes with the statistics of their own stream: asymmetric numeral systems and range coding.
 
+Symbols of few levels are coded several at a time, as digits of one number below 256: the coder's time goes by symbol.
+
 The histogram of each context travels with the stream, as 16-bit counts. constriction turns the same counts into the
 same model on both sides, so nothing depends on a machine's floating point beyond IEEE single precision.
 """
@@ -10,6 +12,7 @@ from typing import ClassVar
 
 import constriction
 import numpy as np
+import torch
 
 from diffkv_repro.kvserve.codecs import (
     CODECS,
@@ -17,13 +20,13 @@ from diffkv_repro.kvserve.codecs import (
     CodecError,
     Coded,
     pack_symbols,
-    require_levels,
     unpack_symbols,
 )
 from diffkv_repro.kvserve.registry import require_choice
 
 _STORED, _CODED = b"\0", b"\1"
 _MOST = 65535
+_RUN = 256  # symbols for every entry of a histogram of combinations, which then costs at most 1/16 bit a symbol
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,9 @@ class Entropy(Codec):
         packed = pack_symbols(symbols, levels)
         if not symbols.size:
             return Coded(_STORED, packed)
-        rows = symbols.reshape(contexts, -1)
-        counts = _counts(rows, levels)
+        joint = _together(levels, symbols.size // contexts)
+        rows = _joined(symbols.reshape(contexts, -1), levels, joint)
+        counts = _counts(rows, levels**joint)
         words = self._compress(rows.astype(np.int32), [_model(row) for row in counts])
         model = _CODED + counts.astype("<u2").tobytes()
         payload = words.astype("<u4").tobytes()
@@ -60,18 +64,19 @@ class Entropy(Codec):
         kind, body = data[:1], data[1:]
         if kind == _STORED:
             return unpack_symbols(body, count, levels)
-        size = 2 * levels * contexts
+        joint = _together(levels, count // contexts)
+        size = 2 * levels**joint * contexts
         if kind != _CODED or len(body) < size or (len(body) - size) % 4 or not count:
             raise CodecError(f"{len(data)} bytes are no entropy code of {contexts} contexts of {levels} levels")
-        counts = np.frombuffer(body, dtype="<u2", count=levels * contexts).reshape(contexts, levels)
+        counts = np.frombuffer(body, dtype="<u2", count=size // 2).reshape(contexts, -1)
         if not counts.any(axis=1).all():
             raise CodecError("a histogram is empty")
         words = np.frombuffer(body, dtype="<u4", offset=size).astype(np.uint32)
         try:
-            rows = self._expand(words, [_model(row) for row in counts], count // contexts)
+            rows = self._expand(words, [_model(row) for row in counts], -(-(count // contexts) // joint))
         except (ValueError, AssertionError) as error:
             raise CodecError(f"not an entropy code of {count} symbols: {error}") from error
-        return require_levels(np.concatenate(rows).astype(np.uint8), levels)
+        return _parted(np.stack(rows).astype(np.uint8), levels, joint, count // contexts)
 
     @abstractmethod
     def _compress(self, rows: np.ndarray, models: list) -> np.ndarray:
@@ -126,10 +131,40 @@ class RangeCoding(Entropy):
         return rows
 
 
+def _together(levels: int, count: int) -> int:
+    """How many symbols of a run of ``count`` are coded as one: up to 256 combinations, as long as the histogram of the
+    combinations stays small beside the run."""
+    joint = 1
+    while levels ** (joint + 1) <= 256 and count >= _RUN * levels ** (joint + 1):
+        joint += 1
+    return joint
+
+
+def _joined(rows: np.ndarray, levels: int, joint: int) -> np.ndarray:
+    """Rows uint8 [contexts, n] with ``joint`` symbols in one, [contexts, ceil(n / joint)]; zeros fill the last."""
+    missing = -rows.shape[1] % joint
+    digits = np.pad(rows, ((0, 0), (0, missing))).reshape(len(rows), -1, joint)
+    number = digits[..., 0].copy()
+    for index in range(1, joint):
+        number *= np.uint8(levels)
+        number += digits[..., index]
+    return number
+
+
+def _parted(rows: np.ndarray, levels: int, joint: int, count: int) -> np.ndarray:
+    """The inverse, flat: ``count`` symbols a row."""
+    digits = np.empty((*rows.shape, joint), dtype=np.uint8)
+    for index in range(joint - 1, 0, -1):
+        above = rows // np.uint8(levels)
+        digits[..., index] = rows - above * np.uint8(levels)
+        rows = above
+    digits[..., 0] = rows
+    return digits.reshape(len(rows), -1)[:, :count].ravel()
+
+
 def _counts(rows: np.ndarray, levels: int) -> np.ndarray:
     """Histograms [contexts, levels] of ``rows``, brought to 16 bits; what occurs keeps at least 1."""
-    shifted = rows.astype(np.int64) + np.arange(len(rows))[:, None] * levels
-    counts = np.bincount(shifted.ravel(), minlength=len(rows) * levels).reshape(len(rows), levels)
+    counts = np.stack([torch.bincount(torch.from_numpy(row), minlength=levels).numpy() for row in rows])
     most = counts.max(axis=1, keepdims=True)
     scaled = np.where(most > _MOST, counts * _MOST // np.maximum(most, 1), counts)
     return np.maximum(scaled, counts > 0)

@@ -9,6 +9,7 @@ not fit. A checksum guards against accidents and not against malice, so whatever
 a frame can make its reader take more memory than the cache that the header declares, and that has to be expected.
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -192,8 +193,17 @@ def _scaled(layer: LayerKV, powers: list[int]) -> list[Tensor]:
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """In ``dtype``, where the top of a grid may lie half a step beyond the largest number."""
-    most = torch.finfo(dtype).max
-    return tensor.to(dtype) if dtype == torch.float32 else tensor.clamp(-most, most).to(dtype)
+    stored = tensor.to(dtype)
+    if not _finite(stored) and dtype != torch.float32:
+        most = torch.finfo(dtype).max
+        stored = tensor.clamp(-most, most).to(dtype)
+    if not _finite(stored):
+        raise CodecError("it holds numbers that are not finite")
+    return stored
+
+
+def _finite(tensor: Tensor) -> bool:
+    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))  # a NaN among them makes both NaN
 
 
 def _section(read: Callable[[int], Any], header: Header, layer: int) -> bytes:
@@ -220,11 +230,6 @@ def _decoded(section: bytes, header: Header, layer: int, assets: Assets) -> Laye
         streams.finish()
     except CodecError as error:
         raise FrameError(f"layer {layer} is damaged: {error}") from error
-    finite = header.profile.quantizer.exact or all(
-        bool(torch.isfinite(part).all()) for part in (found.key, found.value)
-    )
-    if not finite:
-        raise FrameError(f"layer {layer} is damaged: it holds numbers that are not finite")
     return found
 
 

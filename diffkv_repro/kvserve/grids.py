@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffkv_repro.core.quantize import Quantized, dequantize, half_above, quantize, require_half_range
+from diffkv_repro.core.quantize import Quantized, dequantize, extremes, half_above, quantize, require_half_range
 from diffkv_repro.kvserve.registry import require_choice, require_flag, require_whole
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 
@@ -74,7 +74,7 @@ class Grid:
         codes = streams.codes(block, self._symbols)
         if self.symmetric:
             middle = self.levels // 2 - 1
-            values = (codes.float() - middle) * params[0].float()[..., None]
+            values = (codes.int() - middle).float() * params[0].float()[..., None]
         else:
             extent = block[-2] if self.axis == "channel" else block[-1]
             size = extent if self.axis != "tensor" else block[-1] * block[-2]
@@ -115,10 +115,10 @@ def require_levels_of(name: str, levels: object) -> None:
 def _symmetric(block: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Codes 0 to levels - 2 of [..., channels], and the FP16 step of each token."""
     block = block.float()
-    low, high = torch.aminmax(block, dim=-1)
+    low, high = extremes(block)
     require_half_range(low, high)
     middle = levels // 2 - 1
     step = torch.maximum(-low, high) / middle
     scale = half_above(step)  # rounded down, it would leave the largest value beyond the last code
     divisor = torch.where(scale > 0, scale, 1).float()
-    return (block / divisor[..., None]).round_().add_(middle).clamp_(0, 2 * middle).to(torch.uint8), scale
+    return (block / divisor[..., None]).round_().add_(middle).clamp_(0, 2 * middle).int().to(torch.uint8), scale

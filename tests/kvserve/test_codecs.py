@@ -69,8 +69,9 @@ def test_entropy_coders_come_within_a_hundredth_of_the_entropy(name):
     share = np.bincount(symbols) / len(symbols)
     entropy_bytes = -(share[share > 0] * np.log2(share[share > 0])).sum() * len(symbols) / 8
     coded = CODECS.make(name).encode(symbols, 12)
-    assert entropy_bytes <= len(coded.payload) <= 1.01 * entropy_bytes
-    assert len(coded.model) == 1 + 2 * 12
+    # Pairs are coded as one, and a histogram of 144 pairs knows a little more than one of 12 symbols.
+    assert 0.999 * entropy_bytes <= len(coded.payload) <= 1.01 * entropy_bytes
+    assert len(coded.model) == 1 + 2 * 12**2
 
 
 @pytest.mark.parametrize("name", ["ans", "range"])
