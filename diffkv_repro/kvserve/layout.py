@@ -37,8 +37,8 @@ class KVLayout:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {names}")
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> Self:
-        """The layout of a loaded model's cache."""
+    def of(cls, loaded: LoadedModel, dtype: torch.dtype | None = None) -> Self:
+        """The layout of a loaded model's cache, kept in ``dtype`` (the model's own unless given)."""
         config = loaded.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         words = ", ".join(f"{key}={rope[key]}" for key in sorted(rope))
@@ -46,7 +46,7 @@ class KVLayout:
             layers=len(loaded.layout.layers),
             kv_heads=loaded.layout.kv_heads,
             head_dim=loaded.layout.head_dim,
-            dtype=loaded.model.dtype,
+            dtype=dtype or loaded.model.dtype,
             rope=words,
             model=loaded.fingerprint,
         )
