@@ -14,11 +14,13 @@ import constriction
 import numpy as np
 import torch
 
+from diffkv_repro.core.packing import packed_bytes
 from diffkv_repro.kvserve.codecs import (
     CODECS,
     Codec,
     CodecError,
     Coded,
+    bits_of,
     pack_symbols,
     unpack_symbols,
 )
@@ -48,16 +50,17 @@ class Entropy(Codec):
         return self.per == "channel"
 
     def encode(self, symbols: np.ndarray, levels: int, contexts: int = 1) -> Coded:
-        packed = pack_symbols(symbols, levels)
         if not symbols.size:
-            return Coded(_STORED, packed)
+            return Coded(_STORED, b"")
         joint = _together(levels, symbols.size // contexts)
         rows = _joined(symbols.reshape(contexts, -1), levels, joint)
         counts = _counts(rows, levels**joint)
         words = self._compress(rows.astype(np.int32), [_model(row) for row in counts])
         model = _CODED + counts.astype("<u2").tobytes()
         payload = words.astype("<u4").tobytes()
-        return Coded(model, payload) if len(model) + len(payload) <= len(packed) else Coded(_STORED, packed)
+        if len(model) + len(payload) > 1 + packed_bytes(symbols.size, bits_of(levels)):
+            return Coded(_STORED, pack_symbols(symbols, levels))
+        return Coded(model, payload)
 
     def decode(self, data: bytes, count: int, levels: int, contexts: int = 1) -> np.ndarray:
         data = bytes(data)
