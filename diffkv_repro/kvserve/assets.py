@@ -32,12 +32,16 @@ class Assets:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's keys and values belong: layer ``layer``, tokens ``start`` to ``start`` + ``tokens``."""
+    """Where a layer's keys and values belong: layer ``layer``, tokens ``start`` to ``start`` + ``tokens``.
+
+    ``dtype`` is what a quantizer gives back: the layout's where no transform follows, else float32.
+    """
 
     layout: KVLayout
     layer: int
     tokens: int
     start: int = 0
+    dtype: torch.dtype = torch.float32
     assets: Assets = field(default_factory=Assets)
 
     @property

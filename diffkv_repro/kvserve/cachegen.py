@@ -45,7 +45,7 @@ class CacheGen(Quantizer):
             grid.write(tensor, streams, place.half)
 
     def decode(self, place: Place, streams: StreamReader) -> LayerKV:
-        return LayerKV(*(grid.read(place.shape, streams, place.half) for grid in self._grids(place)))
+        return LayerKV(*(grid.read(place.shape, streams, place.half, place.dtype) for grid in self._grids(place)))
 
     def _grids(self, place: Place) -> list[Grid]:
         return [Grid(levels, symmetric=True) for levels in self.levels(place.layer, place.layout.layers)]

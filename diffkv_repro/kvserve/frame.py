@@ -146,14 +146,12 @@ def _sections(header: Header, layers: Iterable[LayerKV], assets: Assets) -> Iter
         if count > layout.layers:
             raise ValueError(f"more layers came than the layout's {layout.layers}")
         require_shape(layer, layout, header.tokens)
-        place = Place(layout, count - 1, header.tokens, header.start, assets)
+        place = Place(layout, count - 1, header.tokens, header.start, assets=assets)
         streams = StreamWriter(profile.codec)
         _write_layer(profile, layer, place, streams)
-        body = b"".join(streams.parts)
-        yield (
-            _SECTION.pack(count - 1, _crc(header, count - 1, streams.code_bytes, body), len(body), streams.code_bytes)
-            + body
-        )
+        length = sum(map(len, streams.parts))
+        crc = _crc(header, count - 1, streams.code_bytes, length, streams.parts)
+        yield b"".join([_SECTION.pack(count - 1, crc, length, streams.code_bytes), *streams.parts])
     if count != layout.layers:
         raise ValueError(f"{count} layers came; the layout has {layout.layers}")
 
@@ -162,7 +160,8 @@ def _write_layer(profile: Profile, layer: LayerKV, place: Place, streams: Stream
     if profile.quantizer.exact and not profile.transforms:
         profile.quantizer.encode(layer, place, streams)
         return
-    layer = LayerKV(layer.key.float(), layer.value.float())
+    if profile.transforms:
+        layer = LayerKV(layer.key.float(), layer.value.float())
     for transform in profile.transforms:
         layer = transform.forward(layer, place, streams)
     # Quantizers count in FP16. What is larger (float32, bfloat16, a rotated outlier) comes down by a power of two.
@@ -176,8 +175,10 @@ def _read_layer(profile: Profile, place: Place, streams: StreamReader) -> LayerK
         return profile.quantizer.decode(place, streams)
     sides = [transform.read(place, streams) for transform in profile.transforms]
     powers = streams.meta((2,), torch.uint8).tolist()
+    if not profile.transforms and not any(powers):
+        place = replace(place, dtype=place.layout.dtype)
     found = profile.quantizer.decode(place, streams)
-    layer = LayerKV(*_scaled(LayerKV(found.key.float(), found.value.float()), powers), found.kept)
+    layer = LayerKV(*_scaled(LayerKV(found.key.to(place.dtype), found.value.to(place.dtype)), powers), found.kept)
     for transform, side in zip(reversed(profile.transforms), reversed(sides), strict=True):
         layer = transform.inverse(layer, place, side)
     key, value = (_stored(tensor, place.layout.dtype) for tensor in (layer.key, layer.value))
@@ -188,7 +189,7 @@ def _read_layer(profile: Profile, place: Place, streams: StreamReader) -> LayerK
 
 def _scaled(layer: LayerKV, powers: list[int]) -> list[Tensor]:
     pairs = zip((layer.key, layer.value), powers, strict=True)
-    return [torch.ldexp(tensor, torch.tensor(power)) if power else tensor for tensor, power in pairs]
+    return [torch.ldexp(tensor.float(), torch.tensor(power)) if power else tensor for tensor, power in pairs]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,13 +218,13 @@ def _section(read: Callable[[int], Any], header: Header, layer: int) -> bytes:
     if index != layer or length > most or codes > length:
         raise FrameError(f"section {layer} says layer {index}, {length} bytes with {codes} of codes; most are {most}")
     body = bytes(read(length))
-    if _crc(header, index, codes, body) != crc:
+    if _crc(header, index, codes, length, [body]) != crc:
         raise FrameError(f"layer {layer} is damaged: its checksum does not match")
     return head + body
 
 
 def _decoded(section: bytes, header: Header, layer: int, assets: Assets) -> LayerKV:
-    place = Place(header.layout, layer, header.tokens, header.start, assets)
+    place = Place(header.layout, layer, header.tokens, header.start, assets=assets)
     streams = StreamReader(memoryview(section)[_SECTION.size :], header.profile.codec)
     try:
         found = _read_layer(header.profile, place, streams)
@@ -233,6 +234,8 @@ def _decoded(section: bytes, header: Header, layer: int, assets: Assets) -> Laye
     return found
 
 
-def _crc(header: Header, layer: int, codes: int, body: bytes) -> int:
-    start = zlib.crc32(struct.pack("<IQQ", layer, len(body), codes), header.checksum)
-    return zlib.crc32(body, start)
+def _crc(header: Header, layer: int, codes: int, length: int, parts: Iterable[bytes]) -> int:
+    crc = zlib.crc32(struct.pack("<IQQ", layer, length, codes), header.checksum)
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc

@@ -5,11 +5,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffkv_repro.core.quantize import Quantized, dequantize, extremes, half_above, quantize, require_half_range
+from diffkv_repro.core.quantize import (
+    LARGEST,
+    Quantized,
+    dequantize,
+    extremes,
+    half_above,
+    quantize,
+    require_half_range,
+)
 from diffkv_repro.kvserve.registry import require_choice, require_flag, require_whole
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 
 KEPT = 65536  # levels of a number that stays in 16 bits
+_PIECE = 1 << 18  # numbers
 AXES = ("token", "channel", "tensor")
 
 
@@ -52,36 +61,61 @@ class Grid:
             streams.numbers(tensor.to(half))
             return
         block = self._block(tensor)
-        if self.symmetric:
-            codes, scale = _symmetric(block, self.levels)
-            params = [scale]
-        else:
-            stored = quantize(block, self.levels, axis=self.axis, group=self.group)
-            codes, params = stored.codes, [stored.scale, stored.zero]
-        for param in params:
-            streams.meta(param)
+        codes = torch.empty(block.shape, dtype=torch.uint8, device=block.device)
+        parts: list[tuple[Tensor, ...]] = []
+        for piece, into in zip(self._pieces(block), self._pieces(codes), strict=True):
+            if self.symmetric:
+                found, *params = _symmetric(piece, self.levels)
+            else:
+                stored = quantize(piece, self.levels, axis=self.axis, group=self.group)
+                found, *params = stored.codes, stored.scale, stored.zero
+            into.copy_(found)
+            parts.append(tuple(params))
+        for params in zip(*parts, strict=True):
+            streams.meta(torch.cat(params, dim=self._along))
         streams.codes(codes, self._symbols)
 
-    def read(self, shape: tuple[int, int, int], streams: StreamReader, half: torch.dtype) -> Tensor:
-        """Float32 of ``shape`` [heads, tokens, channels]; zeros for what was dropped."""
+    def read(
+        self, shape: tuple[int, int, int], streams: StreamReader, half: torch.dtype, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """``shape`` [heads, tokens, channels] in ``dtype``; zeros for what was dropped."""
         heads, tokens, channels = shape
         if not self.levels or not heads * tokens * channels:
-            return torch.zeros(shape)
+            return torch.zeros(shape, dtype=dtype)
         if self.levels == KEPT:
-            return streams.numbers(shape, half).float()
+            return streams.numbers(shape, half).to(dtype)
         block = (1, tokens, heads * channels) if self._joins else shape
         params = [streams.meta(self._params(block), torch.float16) for _ in range(1 if self.symmetric else 2)]
         codes = streams.codes(block, self._symbols)
-        if self.symmetric:
-            middle = self.levels // 2 - 1
-            values = (codes.int() - middle).float() * params[0].float()[..., None]
-        else:
-            extent = block[-2] if self.axis == "channel" else block[-1]
-            size = extent if self.axis != "tensor" else block[-1] * block[-2]
-            values = dequantize(Quantized(codes, *params, self.levels, self.axis, min(self.group or size, size)))
+        values = torch.empty(block, dtype=dtype)
+        pieces = zip(*map(self._pieces, (codes, values)), strict=True)
+        starts = 0
+        for piece, into in pieces:
+            extent = piece.shape[self._along]
+            own = [param.narrow(self._along, starts, extent) for param in params]
+            starts += extent
+            into.copy_(self._values(piece, own, dtype))
         if not self._joins:
             return values
         return values.view(tokens, heads, channels).permute(1, 0, 2)
+
+    def _values(self, codes: Tensor, params: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if self.symmetric:
+            values = (codes.int() - (self.levels // 2 - 1)).float() * params[0].float()[..., None]
+            return values.clamp_(-LARGEST, LARGEST)  # the step is rounded up, which may lead beyond FP16
+        extent = codes.shape[-2] if self.axis == "channel" else codes.shape[-1]
+        size = extent if self.axis != "tensor" else codes.shape[-1] * codes.shape[-2]
+        return dequantize(Quantized(codes, *params, self.levels, self.axis, min(self.group or size, size)), dtype)
+
+    @property
+    def _along(self) -> int:
+        """The dimension along which nothing is shared: tokens for axis token, else heads."""
+        return 1 if self.axis == "token" else 0
+
+    def _pieces(self, block: Tensor) -> tuple[Tensor, ...]:
+        """Parts that are quantised one at a time: in the processor's cache, and no layer in float32 in memory."""
+        extent = max(1, _PIECE * block.shape[self._along] // block.numel())
+        return block.split(extent, dim=self._along)
 
     @property
     def _symbols(self) -> int:

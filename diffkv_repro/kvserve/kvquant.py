@@ -54,7 +54,7 @@ class KVQuant(Quantizer):
             if tokens > sink:
                 flat = self._read((tokens - sink, heads * channels), dim, place, streams)
                 first = torch.cat([first, flat.view(-1, heads, channels).permute(1, 0, 2)], dim=1)
-            found.append(first)
+            found.append(first.clamp_(-LARGEST, LARGEST).to(place.dtype))
         return LayerKV(*found)
 
     def _write(self, x: Tensor, dim: int, place: Place, streams: StreamWriter) -> None:

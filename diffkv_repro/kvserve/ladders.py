@@ -95,16 +95,18 @@ class _Whole(Ladder):
     def decode(self, place: Place, streams: StreamReader) -> LayerKV:
         heads, tokens, channels = place.shape
         step = streams.small((heads,), len(self.steps)).long()
-        found = torch.zeros(2, *place.shape)
+        found = torch.zeros(2, *place.shape, dtype=place.dtype)
         kept = torch.ones(heads, tokens, dtype=torch.bool)
         for index, chosen, sink, stop in self._runs(step, tokens):
             for part, grid in zip(found, self.grids(index), strict=True):
-                part[chosen, sink:stop] = grid.read((len(chosen), stop - sink, channels), streams, place.half)
+                part[chosen, sink:stop] = grid.read(
+                    (len(chosen), stop - sink, channels), streams, place.half, place.dtype
+                )
             kept[chosen, sink:stop] = self.steps[index][0] > 0
         low, (sink, recent) = (step > 0).nonzero()[:, 0], self.protected(tokens)
         ends = torch.cat([torch.arange(sink), torch.arange(tokens - recent, tokens)])
         for part, grid in zip(found, self.grids(0), strict=True):
-            part[low[:, None], ends] = grid.read((len(low), len(ends), channels), streams, place.half)
+            part[low[:, None], ends] = grid.read((len(low), len(ends), channels), streams, place.half, place.dtype)
         return LayerKV(*found, None if bool(kept.all()) else kept)
 
     @abstractmethod

@@ -20,7 +20,7 @@ QUANTIZERS = Registry("quantizer")
 
 @dataclass(frozen=True)
 class Quantizer(Part):
-    """Keys and values [kv_heads, tokens, head_dim] in float32 within +-65504, to streams and back."""
+    """Keys and values [kv_heads, tokens, head_dim] within +-65504, to streams and back in ``place.dtype``."""
 
     exact: ClassVar[bool] = False  # takes the model's own numbers, of any size, and gives them back
 
@@ -88,7 +88,7 @@ class Uniform(Quantizer):
             grid.write(tensor, streams, place.half)
 
     def decode(self, place: "Place", streams: StreamReader) -> LayerKV:
-        return LayerKV(*(grid.read(place.shape, streams, place.half) for grid in self.grids))
+        return LayerKV(*(grid.read(place.shape, streams, place.half, place.dtype) for grid in self.grids))
 
     def __str__(self) -> str:
         words = [f"{self.name} K{self.key_levels} V{self.value_levels}", f"{self.key_axis}/{self.value_axis}"]
@@ -129,8 +129,8 @@ class Kivi(Quantizer):
         heads, tokens, channels = place.shape
         found: list[Tensor] = []
         for quantised, grid in self._split(place):
-            coded = grid.read((heads, quantised, channels), streams, place.half)
-            recent = streams.numbers((heads, tokens - quantised, channels), place.half).float()
+            coded = grid.read((heads, quantised, channels), streams, place.half, place.dtype)
+            recent = streams.numbers((heads, tokens - quantised, channels), place.half).to(place.dtype)
             found.append(torch.cat([coded, recent], dim=1))
         return LayerKV(*found)
 

@@ -56,10 +56,10 @@ class TokenLadder(Ladder):
         heads, _, channels = place.shape
         step = streams.small(place.shape[:2], len(self.steps)).long()
         order, counts = _order(step, len(self.steps))
-        found = torch.zeros(2, *place.shape)
+        found = torch.zeros(2, *place.shape, dtype=place.dtype)
         for grids, index in self._parts(order, counts):
             for part, grid in zip(found, grids, strict=True):
-                values = grid.read((heads, index.shape[1], channels), streams, place.half)
+                values = grid.read((heads, index.shape[1], channels), streams, place.half, place.dtype)
                 part.scatter_(1, _wide(index, part), values)
         kept = torch.tensor([key > 0 for key, _ in self.steps])[step]
         return LayerKV(*found, None if bool(kept.all()) else kept)

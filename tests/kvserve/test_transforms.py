@@ -41,7 +41,7 @@ def test_inverses_are_exact_but_for_float32(cache, name):
     assets = Assets(affine=AffineMaps.fit([kv], layout, name)) if name in ("diag", "full") else Assets()
     for index, part in enumerate(kv.layers):
         layer = LayerKV(part.key.float(), part.value.float())
-        place = Place(layout, index, kv.tokens, kv.start, assets)
+        place = Place(layout, index, kv.tokens, kv.start, assets=assets)
         _, again = there_and_back(transform, layer, place)
         for a, b in ((again.key, layer.key), (again.value, layer.value)):
             size = max(float(b.norm(dim=-1).max()), 1e-30)
