@@ -27,8 +27,8 @@ class Grid:
     """``levels`` 2 to 256; 0 drops the tensor, 65536 keeps it in 16 bits. Steps of equal size between the extremes of
     what shares a scale (KVServe section 4, stage Q).
 
-    ``axis`` token: the channels of a token, over all heads with ``joint``, else of each head; ``group`` splits them.
-    ``axis`` channel: the tokens of a channel of a head; ``group`` splits those. ``axis`` tensor: the layer or head.
+    ``axis`` token: the channels of a token, over all heads with ``joint``, else of each head; ``group`` splits those.
+    ``axis`` channel: the tokens of a channel of a head; ``group`` splits them. ``axis`` tensor: the layer or head.
     ``symmetric``: one scale, no zero point, levels - 1 codes about 0 (CacheGen).
 
     The error is at most half a stored step: of (max - min) / (levels - 1), or of 2 max |x| / (levels - 2), rounded up

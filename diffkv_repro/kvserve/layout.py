@@ -114,8 +114,10 @@ def _unbatched(tensor: Tensor) -> Tensor:
 
 
 def require_shape(layer: LayerKV, layout: KVLayout, tokens: int) -> None:
-    """Raise ValueError unless keys and values are what ``layout`` says."""
+    """Raise ValueError unless keys and values are what ``layout`` says, in main memory."""
     shape = (layout.kv_heads, tokens, layout.head_dim)
     for name, tensor in (("key", layer.key), ("value", layer.value)):
         if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; the layout says {layout.dtype} {shape}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; frames are made from main memory: call .cpu() first")

@@ -221,6 +221,10 @@ def test_a_section_that_claims_too_much_is_not_waited_for():
         (lambda: KVLayout(0, 1, 1), "layers is 0"),
         (lambda: KVLayout(1, 1, 1, torch.int8), "dtype is torch.int8; allowed are float16, bfloat16, float32"),
         (lambda: Header(PROFILE, layout_of(), -1, 5), "start is -1"),
+        (
+            lambda: Profile().encode([(torch.zeros(3, 5, 16, device="meta").half(),) * 2] * 2, layout_of()),
+            "on meta; fra",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_named(make, message):

@@ -1,13 +1,16 @@
 """A profile is one line, one YAML document, one hash; names are the papers' methods."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffkv_repro import kvserve
 from diffkv_repro.kvserve.codecs import Zstd
 from diffkv_repro.kvserve.entropy import Ans, RangeCoding
 from diffkv_repro.kvserve.grids import KEPT
@@ -87,6 +90,14 @@ def test_parts_have_their_places():
         Profile((Ans(),), Kivi(), Ans())
     with pytest.raises(ValueError, match=r"unknown profile 'kivi'; allowed are none, .*kivi-2bit, kivi-4bit"):
         Profile.named("kivi")
+
+
+def test_imports_run_downwards_only():
+    folder = Path(kvserve.__file__).parent
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = {node.module.split(".")[1] for node in nodes if (node.module or "").startswith("diffkv_repro.")}
+    assert ours == {"core", "models", "attention_stats", "kvserve"}
 
 
 def test_the_grids_have_the_papers_sizes():

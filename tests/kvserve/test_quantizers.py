@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvserve_helpers import LARGEST, assets_of, caches, error_of, kv_of, layout_of, same, sent
 
+from diffkv_repro.kvserve import grids
 from diffkv_repro.kvserve.cachegen import CacheGen
 from diffkv_repro.kvserve.codecs import BitPack
 from diffkv_repro.kvserve.entropy import Ans
@@ -186,6 +187,19 @@ def test_kvquant_keeps_outliers_and_sinks():
 def test_bad_parameters_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("quantizer", EVERY, ids=str)
+def test_pieces_change_nothing(quantizer, monkeypatch):
+    layout = layout_of(2, 3, 20)
+    kv, assets = kv_of(layout, 61), assets_of(layout, 61)
+    whole = Profile((), quantizer, Ans()).encode(kv, layout, assets=assets)
+    monkeypatch.setattr(grids, "_PIECE", 130)
+    pieces = Profile((), quantizer, Ans()).encode(kv, layout, assets=assets)
+    assert pieces.to_bytes() == whole.to_bytes()
+    got = pieces.decode()
+    monkeypatch.undo()
+    assert same(got, whole.decode())
 
 
 def test_half_range_ends_are_kept():
