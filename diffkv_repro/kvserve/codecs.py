@@ -1,4 +1,4 @@
-"""Lossless codecs: the last stage of a profile, on the codes of one stream at a time (KVServe section 4, stage C).
+"""Lossless codecs: the last stage of a profile, on the codes of one stream at a time (C in KVServe's C(Q(T(X)))).
 
 A stream is so many symbols below ``levels``, one byte each, perhaps as ``contexts`` runs of equal length whose
 statistics differ (the channels of a tensor, the high and the low bytes of numbers). Whoever decodes knows count,

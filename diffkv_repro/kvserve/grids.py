@@ -25,7 +25,7 @@ AXES = ("token", "channel", "tensor")
 @dataclass(frozen=True)
 class Grid:
     """``levels`` 2 to 256; 0 drops the tensor, 65536 keeps it in 16 bits. Steps of equal size between the extremes of
-    what shares a scale (KVServe section 4, stage Q).
+    what shares a scale (KVServe, stage Q).
 
     ``axis`` token: the channels of a token, over all heads with ``joint``, else of each head; ``group`` splits those.
     ``axis`` channel: the tokens of a channel of a head; ``group`` splits them. ``axis`` tensor: the layer or head.

@@ -1,4 +1,4 @@
-"""Which KV heads look far back, found without training: what MixHQ ranks heads by (KVServe section 4, spec section 3).
+"""Which KV heads look far back, found without training: what KVServe's MixHQ ranks heads by.
 
 KVServe takes the scorer of NVIDIA's kvpress rather than DuoAttention's optimised gates. The mean query and the mean key
 of a head, before RoPE, stand for its content; put at a distance of 0 to ``span`` - 1 they show what RoPE alone makes of

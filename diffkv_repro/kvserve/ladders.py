@@ -160,7 +160,7 @@ class LayerLadder(_Whole):
 @QUANTIZERS.add
 @dataclass(frozen=True)
 class MixHQ(Quantizer):
-    """KVServe's mixed head-wise quantizer: the lowest ``ratio`` of all heads get the low levels (spec section 3).
+    """KVServe's mixed head-wise quantizer: the lowest ``ratio`` of all heads get the low levels.
 
     Defaults are KVServe's default profile. Every head keeps all its tokens.
     """

@@ -1,4 +1,4 @@
-"""The methods that KVServe recombines, and its own, as profiles (its Table 1 and section 4; spec section 2.4)."""
+"""The methods that KVServe recombines, and its own, as profiles (its Table 1)."""
 
 from diffkv_repro.kvserve.cachegen import CacheGen
 from diffkv_repro.kvserve.codecs import BitPack, NoCodec, Zstd

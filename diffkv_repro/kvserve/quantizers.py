@@ -53,7 +53,7 @@ class Exact(Quantizer):
 @QUANTIZERS.add
 @dataclass(frozen=True)
 class Uniform(Quantizer):
-    """Equal steps: any number of levels for keys and for values, and any of three axes (KVServe section 4).
+    """Equal steps: any number of levels for keys and for values, and any of three axes (KVServe, stage Q).
 
     ``joint`` lets the heads of a token share its scale, as in KVServe; without, every head has its own, as in QuaRot.
     Keys per channel and values per token are KVServe's defaults. Error: see :class:`Grid`.

@@ -46,7 +46,7 @@ class Transform(Part):
 @TRANSFORMS.add
 @dataclass(frozen=True)
 class Hadamard(Transform):
-    """Random signs, then an orthonormal Hadamard rotation over the channels of a head (QuaRot; KVServe section 4).
+    """Random signs, then an orthonormal Hadamard rotation over the channels of a head (QuaRot; KVServe, stage T).
 
     Signs come from ``seed`` ^ (layer << 16) ^ head, as in KVServe. Any head_dim: where no Hadamard matrix is known, one
     almost as even (``core.hadamard``; KVServe splits such a head into powers of two, which mixes less). Error of the
@@ -75,7 +75,7 @@ class Hadamard(Transform):
 @TRANSFORMS.add
 @dataclass(frozen=True)
 class Delta(Transform):
-    """Every token less the first of its ``group``, its anchor (CacheGen section 5.1: groups of 10).
+    """Every token less the first of its ``group``, its anchor (CacheGen: groups of 10 tokens).
 
     Anchors are sent in 8 bits, a scale for each head vector, and every token, the anchor too, is taken from the anchor
     as it arrives: errors do not add up, and the inverse is exact but for the rounding of one addition.
