@@ -87,7 +87,7 @@ def _split(highs: tuple[int, ...], lows: tuple[int, ...]) -> tuple[tuple[int, in
     return tuple(product(highs, lows))
 
 
-# Nine ratios and 21 pairs of six levels for keys and for values: 3,969, what Figure 9 starts from plus three first ones.
+# Nine ratios and 21 pairs of six levels for keys and for values: 3,969; Figure 9 starts from 3 fewer.
 _FINE = mixhq_grid(tuple(index / 10 for index in range(1, 10)), *2 * (level_pairs((16, 12, 10, 8, 6, 4)),))
 _COARSE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (level_pairs((16, 8, 4)),))
 _AE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (_split((12, 10, 8), (6, 4)),))
