@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffkv_repro.baselines.codebook import fit, look_up, nearest
 from diffkv_repro.baselines.columns import to_half
+from diffkv_repro.core.codebook import fit, look_up, nearest
 from diffkv_repro.core.quantize import LARGEST
 
 

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# Codes of 2 and 4 bits that share a byte are spread over a word of so many bytes; all others over eight.
+_WORDS = {2: (torch.int32, 4), 4: (torch.int16, 2)}
+
 
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes that ``count`` codes of ``bits`` bits take: less than one byte is left over."""
@@ -19,23 +22,24 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"codes have dtype {codes.dtype}; it must be torch.uint8")
     if bits == 8:
         return codes
-    per_unit, unit = _unit(bits)
-    missing = -codes.shape[-1] % per_unit
+    if not codes.numel():
+        return codes.new_empty(*codes.shape[:-1], packed_bytes(codes.shape[-1], bits))
+    words, per_word = _WORDS.get(bits, (torch.int64, 8))
+    count = codes.shape[-1]
+    missing = -count % per_word
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
-    lanes = codes.unflatten(-1, (-1, per_unit))
-    if unit == 1:
-        word = lanes[..., 0].clone()
-        for index in range(1, per_unit):
-            word |= lanes[..., index] << (index * bits)
-        packed = word
-    else:
-        # Eight codes of 3, 5, 6 or 7 bits fill so many bytes exactly.
-        wide = torch.zeros(lanes.shape[:-1], dtype=torch.int64, device=codes.device)
-        for index in range(per_unit):
-            wide |= lanes[..., index].long() << (index * bits)
-        packed = torch.stack([(wide >> (8 * byte)) & 0xFF for byte in range(unit)], dim=-1).to(torch.uint8).flatten(-2)
-    return packed[..., : packed_bytes(codes.shape[-1] - missing, bits)]
+    word = _aligned(codes).view(words)
+    # Pairs of neighbours move together, then pairs of pairs: all codes of a word at a time.
+    lane, width = 8, bits
+    while lane < 8 * per_word:
+        low = _mask(width, 2 * lane, 8 * per_word)
+        word = (word & low) | (word >> (lane - width) & (low << width))
+        lane, width = 2 * lane, 2 * width
+    if width == 8:
+        return word.to(torch.uint8)[..., : packed_bytes(count, bits)]
+    # Eight codes of 1, 3, 5, 6 or 7 bits fill so many bytes exactly.
+    return word.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)[..., : packed_bytes(count, bits)]
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -45,23 +49,32 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         raise ValueError(f"{packed.shape[-1]} bytes do not hold {count} codes of {bits} bits")
     if bits == 8:
         return packed
-    per_unit, unit = _unit(bits)
-    mask = (1 << bits) - 1
-    if unit == 1:
-        lanes = torch.stack([(packed >> (index * bits)) & mask for index in range(per_unit)], dim=-1)
+    if not packed.numel():
+        return packed.new_empty(*packed.shape[:-1], count)
+    words, per_word = _WORDS.get(bits, (torch.int64, 8))
+    lane, width = 8 * per_word, bits * per_word
+    if width == 8:
+        word = packed.to(words)
     else:
-        missing = -packed.shape[-1] % unit
-        words = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, unit)).long()
-        wide = torch.zeros(words.shape[:-1], dtype=torch.int64, device=packed.device)
-        for byte in range(unit):
-            wide |= words[..., byte] << (8 * byte)
-        lanes = torch.stack([(wide >> (index * bits)) & mask for index in range(per_unit)], dim=-1).to(torch.uint8)
-    return lanes.flatten(-2)[..., :count]
+        missing = -packed.shape[-1] % bits
+        groups = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits))
+        word = torch.nn.functional.pad(groups, (0, 8 - bits)).flatten(-2).view(words)
+    while lane > 8:
+        lane, width = lane // 2, width // 2
+        low = _mask(width, 2 * lane, 8 * per_word)
+        word = (word & low) | (word << (lane - width) & (low << lane))
+    return word.view(torch.uint8)[..., :count]
 
 
-def _unit(bits: int) -> tuple[int, int]:
-    """The smallest run of codes that fills whole bytes, and how many."""
-    return (8 // bits, 1) if 8 % bits == 0 else (8, bits)
+def _aligned(codes: Tensor) -> Tensor:
+    """``codes`` where a view as words is possible."""
+    whole = codes.contiguous()
+    return whole.clone() if whole.storage_offset() % 8 else whole
+
+
+def _mask(width: int, lane: int, bits: int) -> int:
+    """The low ``width`` bits of every ``lane`` bits of a word of ``bits``."""
+    return sum(((1 << width) - 1) << start for start in range(0, bits, lane))
 
 
 def _check(bits: int) -> None:

@@ -1,5 +1,51 @@
 """KVServe (SIGCOMM 2026): KV caches compressed for the network, with a profile chosen for each request.
 
-The latency model says what a profile costs at a bandwidth, the controller chooses by it and learns from what it
-observes, and the simulator replays traces through controllers to compare them.
+A :class:`Profile` is transform, quantizer and codec; ``measure`` says what it costs and saves. The latency model says
+what it takes at a bandwidth, the controller chooses by it and learns from what it observes, and the simulator replays
+traces through controllers to compare them.
 """
+
+from diffkv_repro.kvserve.assets import Assets
+from diffkv_repro.kvserve.codecs import CODECS, CodecError, CodecUnavailable
+from diffkv_repro.kvserve.frame import Frame, receive
+from diffkv_repro.kvserve.header import FrameError
+from diffkv_repro.kvserve.heads import HeadScores, score_heads
+from diffkv_repro.kvserve.latency import MeasuredProfile
+from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
+from diffkv_repro.kvserve.measure import ProfileRun, measure
+from diffkv_repro.kvserve.named import NAMED
+from diffkv_repro.kvserve.prefill import Prefilled, prefill
+from diffkv_repro.kvserve.profile import Profile
+from diffkv_repro.kvserve.quantizers import QUANTIZERS
+from diffkv_repro.kvserve.space import SPACES, Space, space
+from diffkv_repro.kvserve.transform_state import AffineMaps, RotaryKeys
+from diffkv_repro.kvserve.transforms import TRANSFORMS
+
+__all__ = [
+    "CODECS",
+    "KV",
+    "NAMED",
+    "QUANTIZERS",
+    "SPACES",
+    "TRANSFORMS",
+    "AffineMaps",
+    "Assets",
+    "CodecError",
+    "CodecUnavailable",
+    "Frame",
+    "FrameError",
+    "HeadScores",
+    "KVLayout",
+    "LayerKV",
+    "MeasuredProfile",
+    "Prefilled",
+    "Profile",
+    "ProfileRun",
+    "RotaryKeys",
+    "Space",
+    "measure",
+    "prefill",
+    "receive",
+    "score_heads",
+    "space",
+]  # fmt: skip

@@ -20,10 +20,10 @@ from quantiser_checks import (
 from tiny import tiny_gemma3, tiny_qwen2
 
 from diffkv_repro.baselines import baseline
-from diffkv_repro.baselines.codebook import BINS, fit, look_up, nearest
 from diffkv_repro.baselines.kvquant import KVQuant
 from diffkv_repro.baselines.kvquant_codec import outliers_a_side
 from diffkv_repro.cache import compress
+from diffkv_repro.core.codebook import BINS, fit, look_up, nearest
 from diffkv_repro.models import UnsupportedAttention
 
 

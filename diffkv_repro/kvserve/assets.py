@@ -1,0 +1,55 @@
+"""What parts of a profile need beside keys and values: scores to rank by, and what transforms have learnt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diffkv_repro.kvserve.layout import KVLayout
+
+if TYPE_CHECKING:
+    from diffkv_repro.kvserve.heads import HeadScores
+    from diffkv_repro.kvserve.transform_state import AffineMaps, RotaryKeys
+
+
+@dataclass(frozen=True, eq=False)
+class Assets:
+    """Rankings are for the encoder alone: frames carry what came of them. The rest both sides need, and a frame carries
+    its digest.
+
+    ``heads`` scores of KV heads; ``layer_scores`` [layers]; ``token_scores`` a tensor [kv_heads, tokens] a layer;
+    higher is more important. ``affine`` learnt maps; ``rotary`` the model's rotary embedding and key biases.
+    """
+
+    heads: "HeadScores | None" = None
+    layer_scores: Sequence[float] | None = None
+    token_scores: Sequence[Tensor] | None = None
+    affine: "AffineMaps | None" = None
+    rotary: "RotaryKeys | None" = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's keys and values belong: layer ``layer``, tokens ``start`` to ``start`` + ``tokens``.
+
+    ``dtype`` is what a quantizer gives back: the layout's where no transform follows, else float32.
+    """
+
+    layout: KVLayout
+    layer: int
+    tokens: int
+    start: int = 0
+    dtype: torch.dtype = torch.float32
+    assets: Assets = field(default_factory=Assets)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[kv_heads, tokens, head_dim]."""
+        return self.layout.kv_heads, self.tokens, self.layout.head_dim
+
+    @property
+    def half(self) -> torch.dtype:
+        """The 16-bit format of what is not quantised: bfloat16 for a model that computes in it, else float16."""
+        return torch.bfloat16 if self.layout.dtype == torch.bfloat16 else torch.float16
