@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from diffkv_repro.engine.bench import generation_step
 from diffkv_repro.engine.kv_cache import Cache
 from diffkv_repro.engine.llm import LLM
+from diffkv_repro.engine.replay import TierReplay
 from diffkv_repro.engine.request import RequestOutput, SamplingParams
 from diffkv_repro.engine.shards import Shards
 from diffkv_repro.engine.weights import Weights
+from diffkv_repro.models.shapes import ModelShape
 from diffkv_repro.models.zoo import load_model
 
 
@@ -40,17 +43,39 @@ def generate_sharded(
     On GPUs worker i takes device i, and sums go through NCCL; on CPUs through gloo. ``options`` are those of
     :class:`LLM`. Raises what a worker raises.
     """
-    device = device or ("cuda" if torch.cuda.device_count() >= workers else "cpu")
+    device = device or _device(workers)
+    found = _spread(_answers, workers, device, model, [list(prompt) for prompt in prompts], params, cache, options)
+    return [_result(own) for own in found]
+
+
+def step_sharded(
+    shape: ModelShape, cache: Cache, *, workers: int, batch: int, length: int, repeats: int = 10,
+    replay: Sequence[float] | None = None, device: str | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What each worker measures of a generation step (see ``bench.generation_step``) with random weights at ``shape``,
+    ``batch`` requests of ``length`` tokens; a policy keeps the shares ``replay`` of the tokens."""
+    device = device or _device(workers)
+    return _spread(_timed, workers, device, shape, cache, batch, length, repeats, replay)
+
+
+def _device(workers: int) -> str:
+    return "cuda" if torch.cuda.device_count() >= workers else "cpu"
+
+
+def _spread(call: Callable[..., dict[str, Any]], workers: int, device: str, *given: Any) -> list[dict[str, Any]]:
+    """``call(shards, device, *given)`` in each worker; what they return, in order."""
+    if workers == 1:
+        return [call(Shards(), device, *given)]
     with tempfile.TemporaryDirectory() as folder:
-        given = (workers, folder, model, [list(prompt) for prompt in prompts], params, cache, device, options)
-        if workers == 1:
-            return [_answers(Shards(), *given[2:])]
-        mp.spawn(_worker, given, nprocs=workers)
-        return [_read(Path(folder) / f"{rank}.json") for rank in range(workers)]
+        mp.spawn(_worker, (workers, folder, call, device, *given), nprocs=workers)
+        texts = [(Path(folder) / f"{rank}.json").read_text(encoding="utf-8") for rank in range(workers)]
+    return [json.loads(text) for text in texts]
 
 
-def _worker(rank: int, workers: int, folder: str, *given: Any) -> None:
-    on_gpu = given[4] == "cuda"
+def _worker(
+    rank: int, workers: int, folder: str, call: Callable[..., dict[str, Any]], device: str, *given: Any
+) -> None:
+    on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)
     else:
@@ -59,31 +84,42 @@ def _worker(rank: int, workers: int, folder: str, *given: Any) -> None:
         "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=workers
     )
     try:
-        answers = json.dumps(asdict(_answers(Shards.join(), *given)))
-        (Path(folder) / f"{rank}.json").write_text(answers, encoding="utf-8")
+        found = json.dumps(call(Shards.join(), f"cuda:{rank}" if on_gpu else device, *given))
+        (Path(folder) / f"{rank}.json").write_text(found, encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
 def _answers(
-    shards: Shards, model: str, prompts: list[list[int]], params: SamplingParams, cache: Cache, device: str,
+    shards: Shards, device: str, model: str, prompts: list[list[int]], params: SamplingParams, cache: Cache,
     options: dict[str, Any],
-) -> WorkerResult:  # fmt: skip
-    own = f"cuda:{shards.rank}" if device == "cuda" else device
+) -> dict[str, Any]:  # fmt: skip
     positions = options.get("max_tokens", 2048)
-    weights = Weights.of_model(load_model(model, device=own), max_positions=positions, shards=shards)
+    weights = Weights.of_model(load_model(model, device=device), max_positions=positions, shards=shards)
     llm = LLM(weights, cache, **options)
     memory, last, held = llm.cache.memory, {}, []
     for output in llm.stream(prompts, params):
         last[output.number] = output
         held.append(len(memory.free) - memory.synchronize_counts())
     outputs = [last[number] for number in sorted(last)]
-    return WorkerResult(shards.rank, outputs, llm.cache.kv_heads, held, memory.layouts[0].page_bytes)
+    return asdict(WorkerResult(shards.rank, outputs, llm.cache.kv_heads, held, memory.layouts[0].page_bytes))
 
 
-def _read(path: Path) -> WorkerResult:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    outputs = found.pop("outputs")
-    for own in outputs:
-        own["tokens"], own["token_times"] = tuple(own["tokens"]), tuple(own["token_times"])
-    return WorkerResult(outputs=[RequestOutput(**own) for own in outputs], **found)
+def _result(found: dict[str, Any]) -> WorkerResult:
+    outputs = [
+        RequestOutput(**own | {"tokens": tuple(own["tokens"]), "token_times": tuple(own["token_times"])})
+        for own in found["outputs"]
+    ]
+    return WorkerResult(**found | {"outputs": outputs})
+
+
+def _timed(
+    shards: Shards, device: str, shape: ModelShape, cache: Cache, batch: int, length: int, repeats: int,
+    replay: Sequence[float] | None,
+) -> dict[str, Any]:  # fmt: skip
+    most = length + 2 * repeats + 8
+    dtype = torch.float16 if device.startswith("cuda") else torch.float32
+    weights = Weights.random(shape, max_positions=most, device=device, dtype=dtype, shards=shards)
+    tiers = None if replay is None else TierReplay.even(list(replay), shape.layers, weights.kv_heads, device)
+    llm = LLM(weights, cache, max_requests=batch, max_tokens=most, replay=tiers)
+    return generation_step(llm, batch, length, repeats=repeats).as_dict() | {"rank": shards.rank}

@@ -69,6 +69,8 @@ class Runner:
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"CUDA graphs need a CUDA device; the weights are on {self.device}")
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, _Inputs, Tensor]] = {}
+        # One at a time is replayed, and its logits are used up before the next: they can share what they work in.
+        self._workspace = torch.cuda.graph_pool_handle() if self.graphs else None
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[int]:
@@ -110,7 +112,7 @@ class Runner:
             self.decoder.step(*inputs.arguments(), bound)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._workspace):
             logits = self.decoder.step(*inputs.arguments(), bound)
         return graph, inputs, logits
 

@@ -8,7 +8,8 @@ from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.diffkv.layout import PageLayout
 from diffkv_repro.engine import SamplingParams, Shards, Weights
-from diffkv_repro.engine.launch import generate_sharded
+from diffkv_repro.engine.launch import generate_sharded, step_sharded
+from diffkv_repro.models.shapes import ModelShape
 from diffkv_repro.models.zoo import load_model
 
 POLICY = CompressionPolicy.paper(alpha_high=1.5, alpha_low=0.5, window=5, group_max="each-step")
@@ -40,6 +41,14 @@ def test_what_runs_short_of_pages_preempts_the_same_requests_everywhere(tmp_path
     for mine, other in zip(*(worker.outputs for worker in two), strict=True):
         assert (mine.tokens, mine.preemptions) == (other.tokens, other.preemptions)
         assert len(mine.tokens) == 40
+
+
+def test_a_step_of_random_weights_is_timed_in_every_worker():
+    shape = ModelShape("tiny", "", layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=50)
+    own = {"workers": 2, "batch": 2, "length": 40, "repeats": 2, "device": "cpu"}
+    found = step_sharded(shape, POLICY, replay=[0.3, 0.6], **own)
+    assert [timing["rank"] for timing in found] == [0, 1]
+    assert all(0 < timing["management"] < timing["total"] for timing in found)
 
 
 def test_heads_that_cannot_be_split_are_refused(tmp_path):
