@@ -12,8 +12,8 @@ from diffkv_repro.kvserve.header import FrameError
 from diffkv_repro.kvserve.heads import HeadScores, score_heads
 from diffkv_repro.kvserve.latency import MeasuredProfile
 from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
-from diffkv_repro.kvserve.measure import ProfileRun, measure
-from diffkv_repro.kvserve.named import NAMED
+from diffkv_repro.kvserve.measure import ProfileRun, measure, measure_all
+from diffkv_repro.kvserve.named import NAMED, SPREAD
 from diffkv_repro.kvserve.prefill import Prefilled, prefill
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.quantizers import QUANTIZERS
@@ -27,6 +27,7 @@ __all__ = [
     "NAMED",
     "QUANTIZERS",
     "SPACES",
+    "SPREAD",
     "TRANSFORMS",
     "AffineMaps",
     "Assets",
@@ -44,6 +45,7 @@ __all__ = [
     "RotaryKeys",
     "Space",
     "measure",
+    "measure_all",
     "prefill",
     "receive",
     "score_heads",

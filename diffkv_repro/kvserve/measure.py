@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,30 +48,57 @@ def measure(
 
     Encoding ends with the frame's bytes in one piece, decoding begins with them: both include the checksums.
     """
+    return measure_all([profile], kv, layout, assets=assets, repeats=repeats)[0]
+
+
+def measure_all(
+    profiles: Sequence[Profile], kv: KV, layout: KVLayout, *, assets: Assets | None = None, repeats: int = 3
+) -> list[ProfileRun]:
+    """:func:`measure` for several profiles, which take turns: a machine that is busy for a while slows all alike."""
     require_whole("repeats", repeats, 1)
-    encode, decode = [], []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        data = profile.encode(kv, layout, assets=assets).to_bytes()
-        between = time.perf_counter()
-        frame = Frame.from_bytes(data, layout, assets=assets)
-        got = frame.decode()
-        encode.append(between - started)
-        decode.append(time.perf_counter() - between)
-    raw = layout.raw_bytes(kv.tokens)
+    first = [_turn(profile, kv, layout, assets) for profile in profiles]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in profiles]
+    for _ in range(repeats):
+        for profile, own in zip(profiles, seconds, strict=True):
+            turn = _turn(profile, kv, layout, assets)
+            own.append((turn.encode, turn.decode))
+    return [_run(profile, kv, layout, turn, own) for profile, turn, own in zip(profiles, first, seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    encode: float
+    decode: float
+    data: bytes
+    frame: Frame
+    got: KV
+
+
+def _turn(profile: Profile, kv: KV, layout: KVLayout, assets: Assets | None) -> _Turn:
+    started = time.perf_counter()
+    data = profile.encode(kv, layout, assets=assets).to_bytes()
+    between = time.perf_counter()
+    frame = Frame.from_bytes(data, layout, assets=assets)
+    got = frame.decode()
+    return _Turn(between - started, time.perf_counter() - between, data, frame, got)
+
+
+def _run(profile: Profile, kv: KV, layout: KVLayout, first: _Turn, seconds: list[tuple[float, float]]) -> ProfileRun:
+    raw, got = layout.raw_bytes(kv.tokens), first.got
     kept = [
         torch.ones(layer.key.shape[:2], dtype=torch.bool) if layer.kept is None else layer.kept for layer in got.layers
     ]
+    encode, decode = (raw / statistics.median(column) for column in zip(*seconds, strict=True))
     return ProfileRun(
         profile=profile,
         tokens=kv.tokens,
         raw_bytes=raw,
-        frame_bytes=len(data),
-        code_bytes=frame.code_bytes,
-        ratio=frame.ratio,
-        code_ratio=frame.code_ratio,
-        encode=raw / statistics.median(encode[1:]),
-        decode=raw / statistics.median(decode[1:]),
+        frame_bytes=len(first.data),
+        code_bytes=first.frame.code_bytes,
+        ratio=first.frame.ratio,
+        code_ratio=first.frame.code_ratio,
+        encode=encode,
+        decode=decode,
         key_error=_error(got, kv, kept, 0),
         value_error=_error(got, kv, kept, 1),
         kept=sum(int(part.sum()) for part in kept) / sum(part.numel() for part in kept),

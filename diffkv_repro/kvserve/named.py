@@ -41,3 +41,16 @@ NAMED: dict[str, Profile] = {
     "kvserve-default-gpu": Profile((), MixHQ(), _NVCOMP["nvcomp-ans"]()),
     "kvserve-bitcomp-gpu": Profile((), MixHQ(), _NVCOMP["nvcomp-bitcomp"]()),
 }
+
+SPREAD: dict[str, Profile] = {
+    "256 levels": Profile((), Uniform(256, 256), BitPack()),
+    "int4": NAMED["int4"],
+    "16 levels, ANS": Profile((), Uniform(16, 16), Ans()),
+    "4 levels": Profile((), Uniform(4, 4), BitPack()),
+    "4 levels, ANS": Profile((), Uniform(4, 4), Ans()),
+    "kivi-2bit": NAMED["kivi-2bit"],
+    "MixHQ, ANS": NAMED["kvserve-default"],
+    "cachegen-1": NAMED["cachegen-1"],
+    "3 levels, zstd 19": Profile((), Uniform(3, 3), Zstd(level=19)),
+}
+"""From large and quick to small and slow: a few lines for the latency model, whatever they do to quality."""
