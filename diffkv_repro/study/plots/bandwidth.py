@@ -66,7 +66,7 @@ def envelope(panels: Mapping[str, Sequence[MeasuredProfile]], *, title: str, at:
     figure.update_yaxes(title_text="seconds a GB", row=1, col=1)
     figure.update_yaxes(**_DECADES, row=1)
     figure.update_yaxes(title_text="table / best", row=2, col=1)
-    figure.update_layout(title=title, height=680, legend={"tracegroupgap": 6}, margin={"t": 96})
+    figure.update_layout(title=title, height=780, legend={"tracegroupgap": 6}, margin={"t": 96})
     return figure
 
 

@@ -20,6 +20,7 @@ def space(counts: Mapping[str, tuple[int, int | None]], points: pd.DataFrame) ->
         figure.add_bar(
             x=list(counts), y=[pair[place] for pair in counts.values()], name=name, marker_color=colour,
             text=[f"{pair[place]:,}" if pair[place] else "" for pair in counts.values()], textposition="outside",
+            textfont={"size": 10}, textangle=0,
             row=1, col=1,
         )  # fmt: skip
     looks = ((False, "dominated", "#999999", "circle"), (True, "on the front", PALETTE[1], "diamond"))
@@ -52,7 +53,7 @@ def pipeline(stages: Mapping[str, Sequence[str]], sizes: Mapping[str, float], ex
             type="rect", x0=place + 0.05, x1=place + 0.85, y0=0, y1=1, fillcolor=colour, opacity=0.15,
             line={"color": colour}, row=1, col=1,
         )  # fmt: skip
-        rows = [", ".join(parts[start : start + 3]) for start in range(0, len(parts), 3)]
+        rows = [", ".join(parts[start : start + 2]) for start in range(0, len(parts), 2)]
         text = f"<b>{stage}</b><br>" + "<br>".join(rows)
         figure.add_annotation(x=place + 0.45, y=0.5, text=text, showarrow=False, font={"size": 13}, row=1, col=1)
         if place:
