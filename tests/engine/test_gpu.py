@@ -65,6 +65,6 @@ def test_a_step_does_not_wait_for_the_device(loaded):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        llm.runner.decoder.step(*inputs.arguments(), 1024)
+        llm.runner.decoder.step(*inputs.arguments(), 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
