@@ -1,5 +1,6 @@
 """Figures of notebook 05: quality against bytes, tier fractions, and tables."""
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -38,7 +39,7 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
                 seen.add(trace.name)
     for trace in figure.data:
         if trace.text is not None:
-            trace.textposition = _places(trace.x, trace.y, trace.text, width=0.65 * len(titles))
+            trace.textposition = _places(_numbers(trace.x), _numbers(trace.y), trace.text, width=0.65 * len(titles))
     figure.update_yaxes(type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(title_text="% of FP16 bytes, metadata included", ticksuffix=" %")
@@ -46,6 +47,13 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
         title="Quality against memory: lower left is better", height=620, legend=LEGEND_ABOVE, margin_t=136
     )
     return figure
+
+
+def _numbers(values: Sequence[float] | Mapping[str, str]) -> np.ndarray:
+    """Coordinates of a trace; those of a recorded figure come as plotly writes arrays, in base 64."""
+    if isinstance(values, Mapping):
+        return np.frombuffer(base64.b64decode(values["bdata"]), dtype=values["dtype"])
+    return np.asarray(values, dtype=float)
 
 
 def _places(x: Sequence[float], y: Sequence[float], labels: Sequence[str], *, width: float) -> list[str]:
