@@ -39,7 +39,7 @@ def conda():
 def test_lock_is_exact_and_covers_every_direct_dependency():
     assert all(len(r.specifier) == 1 and next(iter(r.specifier)).operator == "==" for r in LOCK)
     locked = {normal(r.name): r for r in LOCK}
-    for requirement in direct("gpu", "serve", "benchmarks", "dev"):
+    for requirement in direct("gpu", "ray", "benchmarks", "dev"):
         if requirement.name.startswith("nvidia"):
             continue  # of the CUDA libraries torch's own wheel decides
         version = next(iter(locked[normal(requirement.name)].specifier)).version
