@@ -1,10 +1,10 @@
 """``LLM``: prompts in, texts out, over the whole engine."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from diffkv_repro.engine.clock import Clock
 from diffkv_repro.engine.kv_cache import Cache, EngineCache
 from diffkv_repro.engine.model import Decoder
 from diffkv_repro.engine.replay import TierReplay
@@ -43,15 +43,18 @@ class LLM:
         self.scheduler = Scheduler(
             self.cache, max_requests=max_requests, max_batch_tokens=max_batch_tokens, shards=weights.shards
         )
+        self.clock = Clock()
         self.runner = Runner(Decoder(weights, self.cache), max_requests=max_requests, graphs=graphs)
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a prompt, text or token ids, and return its number."""
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, arrival: float | None = None) -> int:
+        """Queue a prompt, text or token ids, and return its number. It arrives now, or did at ``arrival`` seconds of
+        the engine's clock."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text needs a tokenizer, which random weights have none of; give token ids")
             prompt = self.tokenizer(prompt).input_ids
-        request = Request(list(prompt), params or SamplingParams(), len(prompt))
+        arrival = self.clock.now() if arrival is None else arrival
+        request = Request(list(prompt), params or SamplingParams(), len(prompt), arrival)
         self.scheduler.add(request)
         return request.number
 
@@ -61,7 +64,7 @@ class LLM:
         if batch is None:
             return []
         chosen = self.runner.run(batch)
-        now = time.perf_counter()
+        now = self.clock.now()
         for request, token in zip(batch.requests, chosen, strict=True):
             request.tokens.append(token)
             request.token_times.append(now)
@@ -110,7 +113,7 @@ class LLM:
                 request.text = request.text[: min(found)]
             if ends or found:
                 return "stop"
-        return "length" if len(request.generated) >= params.max_tokens else None
+        return "length" if request.is_full else None
 
 
 def _end_tokens(model: LoadedModel) -> frozenset[int]:
