@@ -10,7 +10,7 @@ from torch import Tensor
 from diffkv_repro.diffkv.layout import PageLayout
 from diffkv_repro.diffkv.paged_view import PagedView
 
-_VALUES = 2  # which of the segments holds value codes
+_VALUES, SCORES = 2, 4  # which of the segments hold value codes and scores
 
 
 def take_rows(view: PagedView, request: int, layer: int, tier: int) -> list[Tensor]:

@@ -85,7 +85,9 @@ class TokenTiers(Quantizer):
     @property
     def significance(self) -> Significance:
         """The scores that it decides by: :func:`prefill` can collect them."""
-        return Significance("last", self.observed, self.own_score) if self.observed else Significance()
+        if not self.observed:
+            return Significance(own_score=self.own_score)
+        return Significance("last", self.observed, self.own_score)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -116,7 +118,8 @@ class TokenTiers(Quantizer):
         return paged_ops.classify(sums[None], length, rule, layer=0)[0], sums
 
     def encode(self, layer: LayerKV, place: Place, streams: StreamWriter) -> None:
-        self.layouts(place.layout.head_dim)  # channels that fill no page are refused
+        for precision in self.precisions:
+            PageLayout.holding(precision, place.layout.head_dim, 1)  # channels that fill no page are refused
         tiers, scores = self.decide(place)
         position = torch.arange(place.start, place.start + place.tokens, dtype=torch.int32).expand_as(tiers)
         chosen = [tiers == index for index in range(len(self.tiers))]

@@ -47,7 +47,7 @@ class Records:
         sides = ((self.keys, self.key_scales), (self.values, self.value_scales))
         found = []
         for (codes, pairs), codec in zip(sides, codecs_of(precision, head_dim), strict=True):
-            params = pairs.view(torch.float16).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            params = _numbers(pairs, torch.float16).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
             found.append(codec.decode(codes, params, dtype))
         return found[0], found[1]
 
@@ -64,7 +64,7 @@ def write_records(streams: StreamWriter, counts: Tensor, records: Sequence[Recor
         streams.codes(own.keys, 256)
         streams.codes(own.values, 256)
         for part, dtype in zip((own.key_scales, own.value_scales, own.scores, own.positions), _SIDES, strict=True):
-            streams.numbers(part.contiguous().cpu().view(dtype), codes=False)
+            streams.numbers(_numbers(part.cpu(), dtype), codes=False)
 
 
 def read_records(streams: StreamReader, place: Place, precisions: Sequence[Precision]) -> tuple[Tensor, list[Records]]:
@@ -98,7 +98,7 @@ def _require_sound(counts: Tensor, records: Sequence[Records], place: Place, pre
         halves = [own.key_scales, own.value_scales]
         halves += [side for side, bits in ((own.keys, precision.key_bits), (own.values, precision.value_bits))
                    if bits == 16]  # fmt: skip
-        if not all(bool(torch.isfinite(part.contiguous().view(torch.float16)).all()) for part in halves):
+        if not all(bool(torch.isfinite(_numbers(part, torch.float16)).all()) for part in halves):
             raise CodecError(f"a number of tier {tier} is not finite")
         head = torch.repeat_interleave(torch.arange(heads), counts[:, tier])
         seen += torch.bincount(head * tokens + at, minlength=heads * tokens)
@@ -120,3 +120,10 @@ def _bytes(rows: Tensor) -> Tensor:
     if not rows.numel():
         return torch.empty(len(rows), rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
     return rows.view(torch.uint8)
+
+
+def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`_bytes`."""
+    if not rows.numel():
+        return torch.empty(len(rows), rows.shape[1] // dtype.itemsize, dtype=dtype, device=rows.device)
+    return rows.contiguous().view(dtype)
