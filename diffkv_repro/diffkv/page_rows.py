@@ -1,8 +1,11 @@
 """Stored tokens out of their pages and into others, byte for byte: what moves a request without decoding it.
 
-A row is a token of a tier: six pieces of bytes, those of a page's segments (``layout``). Rows go head by head, in the
-order of their slots. What lies in a page beside its tokens does not come along: it may be another request's.
+A row is a token of a tier: six pieces of bytes, those of a page's segments (``layout``). Rows go layer by layer and
+head by head, in the order of their slots. What lies in a page beside its tokens does not come along: it may be another
+request's.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,39 +16,40 @@ from diffkv_repro.diffkv.paged_view import PagedView
 _VALUES, SCORES = 2, 4  # which of the segments hold value codes and scores
 
 
-def take_rows(view: PagedView, request: int, layer: int, tier: int) -> list[Tensor]:
-    """Key codes, key scales, value codes, value scales, scores and positions, uint8 [n, bytes] each."""
-    page, ids, there = _places(view, request, layer, tier)
+def take_rows(view: PagedView, request: int, layers: Sequence[int], tier: int) -> list[Tensor]:
+    """Key codes, key scales, value codes, value scales, scores and positions, uint8 [n, bytes] each, layer by layer."""
+    page, ids, there = _places(view, request, layers, tier)
     parts = _segments(view.pool[ids], page)
-    parts[_VALUES] = parts[_VALUES].flatten(-2).flatten(-3, -2)[..., : page.tokens, :]
+    parts[_VALUES] = parts[_VALUES].flatten(-2).flatten(-3, -2)[:, : page.tokens]
     return [part[there] for part in parts]
 
 
-def put_rows(view: PagedView, request: int, layer: int, tier: int, rows: list[Tensor]) -> None:
+def put_rows(view: PagedView, request: int, layers: Sequence[int], tier: int, rows: Sequence[Tensor]) -> None:
     """The inverse of :func:`take_rows`, for as many rows as the tier's lengths say; the rest of their pages is zero."""
-    page, ids, there = _places(view, request, layer, tier)
-    pages = torch.zeros(*ids.shape, page.page_bytes, dtype=torch.uint8, device=ids.device)
+    page, ids, there = _places(view, request, layers, tier)
+    pages = torch.zeros(len(ids), page.page_bytes, dtype=torch.uint8, device=ids.device)
     for index, (segment, own) in enumerate(zip(_segments(pages, page), rows, strict=True)):
-        spread = torch.zeros(*there.shape, own.shape[1], dtype=torch.uint8, device=ids.device)
-        spread[there] = own.to(ids.device)
+        width = own.shape[1]
+        spread = torch.zeros(len(ids), page.tokens + page.tokens % 2, width, dtype=torch.uint8, device=ids.device)
+        spread[:, : page.tokens][there] = own.to(ids.device)
         if index == _VALUES:
-            even = torch.nn.functional.pad(spread, (0, 0, 0, page.tokens % 2))
-            spread = even.unflatten(-1, (own.shape[1] // 2, 2)).unflatten(-3, (segment.shape[-4], 2))
-        segment.copy_(spread)
-    held = there[..., 0]
-    view.pool[ids[held]] = pages[held]
+            segment.copy_(spread.unflatten(-1, (width // 2, 2)).unflatten(1, (-1, 2)))
+        else:
+            segment.copy_(spread[:, : page.tokens])
+    view.pool[ids] = pages
 
 
-def _places(view: PagedView, request: int, layer: int, tier: int) -> tuple[PageLayout, Tensor, Tensor]:
-    """The tier's layout, its page ids [kv_heads, pages] (0 for none), and which slots hold a token, bool
-    [kv_heads, pages, tokens]."""
-    page, counts = view.layouts[tier], view.lengths[request, layer, :, tier]
-    number = torch.arange(-(-int(counts.max()) // page.tokens), device=counts.device)
-    heads = torch.arange(len(counts), device=counts.device)
-    at = (number * page.tokens)[:, None] + torch.arange(page.tokens, device=counts.device)
-    there = at < counts[:, None, None]
-    ids = view.pages(tier, request, layer, heads[:, None], number)
-    return page, ids.masked_fill(~there[..., 0], 0), there
+def _places(view: PagedView, request: int, layers: Sequence[int], tier: int) -> tuple[PageLayout, Tensor, Tensor]:
+    """The tier's layout; ids int64 [k] of its pages in the order of layers, heads and pages; and which of their slots
+    hold a token, bool [k, tokens]."""
+    page, device = view.layouts[tier], view.lengths.device
+    layer = torch.tensor(list(layers), device=device)
+    counts = view.lengths[request, layer, :, tier]
+    first = torch.arange(-(-int(counts.max()) // page.tokens), device=device) * page.tokens
+    row, head, number = (first < counts[..., None]).nonzero(as_tuple=True)
+    ids = view.pages(tier, request, layer[row], head, number)
+    left = counts[row, head] - number * page.tokens
+    return page, ids, torch.arange(page.tokens, device=device) < left[:, None]
 
 
 def _segments(pages: Tensor, page: PageLayout) -> list[Tensor]:

@@ -105,7 +105,7 @@ def _attended(memory: PagedMemory, layer: int, query: Tensor) -> list[Tensor]:
     view, row = view_of(memory), torch.tensor([_SLOT], dtype=torch.int32, device=memory.device)
     options = {"layer": layer, "requests": row, "scale": query.shape[-1] ** -0.5}
     output = paged_ops.decode_attention(view, query.to(memory.device), **options)
-    return [output, *(take_rows(view, _SLOT, layer, tier)[SCORES] for tier in range(len(memory.layouts)))]
+    return [output, *(take_rows(view, _SLOT, [layer], tier)[SCORES] for tier in range(len(memory.layouts)))]
 
 
 def share_refused(transfer: PageTransfer, trials: int, *, seed: int = 0) -> float:

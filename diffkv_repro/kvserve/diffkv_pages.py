@@ -31,7 +31,7 @@ from diffkv_repro.kvserve.quantizers import QUANTIZERS, Quantizer
 from diffkv_repro.kvserve.registry import require_flag, require_whole
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 from diffkv_repro.kvserve.token_records import Records, read_records, write_records
-from diffkv_repro.kvserve.transforms import KeyBias
+from diffkv_repro.kvserve.transforms import KeyBias, power_of
 
 
 @QUANTIZERS.add
@@ -161,11 +161,14 @@ def profile_of(policy: CompressionPolicy, codec: Codec | None = None) -> Profile
 def store_prompt(memory: PagedMemory, slot: int, kv: KV, profile: Profile, layout: KVLayout, assets: Assets) -> None:
     """Compress a prompt into the pages of an empty ``slot``, as ``profile`` would into a frame.
 
-    Raises OutOfPages, and ValueError for pages of other tiers and a ``kv`` that is no whole prompt.
+    Raises OutOfPages, and ValueError for pages of other tiers, for a ``kv`` that is no whole prompt and for numbers
+    beyond FP16.
     """
     tiers_of = _tiers_of(profile, memory, layout)
     if kv.start or profile.transforms:
         raise ValueError(f"kv starts at {kv.start}, with {len(profile.transforms)} transforms; allowed are 0 and none")
+    if any(power_of(part) for pair in kv.pairs for part in pair):
+        raise ValueError("keys or values lie beyond +-65504, the range of FP16, in which pages have scales")
     places = [Place(layout, layer, kv.tokens, assets=assets) for layer in range(layout.layers)]
     decided = [tiers_of.decide(place) for place in places]
     parts = [paged_ops.partition(tiers[None].to(memory.device), len(tiers_of.tiers)) for tiers, _ in decided]
@@ -199,12 +202,16 @@ def send_pages(
     header = Header(profile, layout, 0, tokens, profile.state(known), metadata or {})
     profile.codec.require()
     sections = []
-    for layer in range(layout.layers):
-        streams = StreamWriter(profile.codec)
-        streams.meta(_UNSCALED)
-        records = [Records(*take_rows(view, slot, layer, tier)) for tier in range(len(precisions))]
-        write_records(streams, lengths[layer].contiguous(), records)
-        sections.append(section_of(header, layer, streams))
+    for layers in _blocks(layout.layers):
+        sizes = lengths[layers.start : layers.stop].sum(dim=1).tolist()
+        tiers = [take_rows(view, slot, layers, tier) for tier in range(len(precisions))]
+        split = [[part.split([own[tier] for own in sizes]) for part in parts] for tier, parts in enumerate(tiers)]
+        for row, layer in enumerate(layers):
+            streams = StreamWriter(profile.codec)
+            streams.meta(_UNSCALED)
+            records = [Records(*(part[row] for part in parts)) for parts in split]
+            write_records(streams, lengths[layer].contiguous(), records)
+            sections.append(section_of(header, layer, streams))
     return Frame(header, tuple(sections), known)
 
 
@@ -231,9 +238,10 @@ def receive_pages(frame: Frame, memory: PagedMemory, slot: int, *, assets: Asset
         lengths = torch.stack([counts for counts, _ in layers])[None].to(torch.int32)
         memory.compact([slot], lengths.to(memory.device))
         view = view_of(memory)
-        for layer, (_, records) in enumerate(layers):
-            for tier, own in enumerate(records):
-                put_rows(view, slot, layer, tier, list(own.parts))
+        for block in _blocks(len(layers)):
+            for tier in range(len(precisions)):
+                parts = [layers[layer][1][tier].parts for layer in block]
+                put_rows(view, slot, block, tier, [torch.cat(part) for part in zip(*parts, strict=True)])
     except Exception:
         memory.release([slot])
         raise
@@ -244,6 +252,12 @@ def view_of(memory: PagedMemory) -> PagedView:
     return PagedView(memory.pool, memory.tables, memory.lengths, memory.layouts)
 
 
+def _blocks(layers: int) -> list[range]:
+    """Layers that are moved at a time: enough to keep the device busy, few enough to need little memory beside."""
+    return [range(start, min(start + _BLOCK, layers)) for start in range(0, layers, _BLOCK)]
+
+
+_BLOCK = 8
 _UNSCALED = torch.zeros(2, dtype=torch.uint8)  # powers of two by which a frame's keys and values were divided
 
 

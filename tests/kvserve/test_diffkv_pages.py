@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from frame_mutations import mutated, signed
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kvserve_helpers import DTYPES, KINDS, kv_of, layout_of, same
 from memory_helpers import assert_sound
@@ -63,10 +63,11 @@ def prompts(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(prompts(), st.sampled_from([None, BitPack(), Zstd(shuffle=True), Ans(shuffle=True), Ans(per="channel")]))
 def test_pages_arrive_and_both_ways_make_the_same_frame(prompt, codec):
     layout, tokens, quantizer, kind, seed = prompt
+    assume(kind != "largest" or layout.dtype != torch.bfloat16)  # where 65504 is 65536
     size = quantizer.layouts(layout.head_dim)[0].page_bytes + 128 * (seed % 5)
     own = made(layout, tokens, quantizer, kind, seed, codec, page_bytes=size)
     encoded = own.profile.encode(own.kv, layout, assets=own.assets)
@@ -151,19 +152,19 @@ def test_alphas_may_differ_between_heads():
 def test_a_request_in_generation_can_move():
     own = made(layout_of(1, 1, 32), 20, TIERS["one"])
     memory, view = own.transfer.sender, view_of(own.transfer.sender)
-    before = take_rows(view, 0, 0, 0)
+    before = take_rows(view, 0, [0], 0)
     active = torch.zeros(memory.max_requests, dtype=torch.uint8)
     active[0] = 1
     memory.reserve_step(active)
     memory.lengths[0, 0, 0, 0] += 1
     new = [torch.cat([part, part[:1]]) for part in before]
     new[5][-1:] = torch.tensor([[20]], dtype=torch.int32).view(torch.uint8)
-    put_rows(view, 0, 0, 0, new)
+    put_rows(view, 0, [0], 0, new)
     with pytest.raises(ValueError, match=r"holds 1\d tokens of a head; tokens is 3"):
         send_pages(memory, 0, 3, own.profile, own.layout)
     frame = send_pages(memory, 0, 21, own.profile, own.layout)
     receive_pages(Frame.from_bytes(frame.to_bytes(), own.layout), own.transfer.receiver, 0)
-    for mine, its in zip(take_rows(view, 0, 0, 0), take_rows(view_of(own.transfer.receiver), 0, 0, 0), strict=True):
+    for mine, its in zip(take_rows(view, 0, [0], 0), take_rows(view_of(own.transfer.receiver), 0, [0], 0), strict=True):
         assert torch.equal(mine, its)
 
 
@@ -177,7 +178,7 @@ def test_bytes_of_other_requests_never_leave():
     receiver = other.transfer.receiver
     view = view_of(receiver)
     used = view.tables[view.tables >= 0].unique()
-    held = sum(int(part.numel()) for layer in range(2) for tier in range(2) for part in take_rows(view, 0, layer, tier))
+    held = sum(int(part.numel()) for tier in range(2) for part in take_rows(view, 0, [0, 1], tier))
     assert int((receiver.pool[used.long()] != 0).sum()) <= held
 
 
@@ -300,6 +301,9 @@ def test_what_cannot_be_ranked_is_refused():
         Profile((), quantizer).encode(kv, layout, assets=others)
     with pytest.raises(ValueError, match=r"received scores are \(1, 9\)"):
         Profile((), quantizer).encode(kv, layout, assets=received(layout, 9, quantizer))
+    wide, large = layout_of(1, 1, 16, torch.bfloat16), kv_of(layout_of(1, 1, 16, torch.bfloat16), 8, "largest")
+    with pytest.raises(ValueError, match=r"beyond .* the range of FP16"):
+        PageTransfer.of(large, wide, Profile((), quantizer), received(wide, 8, quantizer))
     with pytest.raises(ValueError, match="do not fill units of 16 bits"):
         Profile((), quantizer).encode(
             kv_of(layout_of(1, 1, 5), 8), layout_of(1, 1, 5), assets=received(layout, 8, quantizer)
