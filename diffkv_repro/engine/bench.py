@@ -142,20 +142,22 @@ def steady_state(
     if not lengths:
         raise ValueError(f"the pool holds no request of {prompt} to {prompt + generated} tokens")
 
-    tokens, batches, spent, preemptions = 0, [], 0.0, 0
+    tokens, batches, spent, before = 0, [], 0.0, 0
     for index in range(steps + steps // 10):
         while len(llm.scheduler.waiting) < 4:
             llm.add([1] * prompt, params)
+        if index == steps // 10:
+            before = llm.scheduler.preemptions
         started = time.perf_counter()
         outputs = llm.step()
         if index >= steps // 10:
             spent += time.perf_counter() - started
             tokens += len(outputs)
             batches.append(len(llm.scheduler.running))
-            preemptions += sum(output.preemptions for output in outputs if output.finish_reason)
         if spent > limit:
             break
     llm.cancel(*[own.number for own in (*llm.scheduler.waiting, *llm.scheduler.running)])
+    preemptions = llm.scheduler.preemptions - before
     return Throughput(tokens, spent, statistics.mean(batches), len(batches), preemptions, _peak(llm))
 
 
@@ -199,8 +201,10 @@ def serve_poisson(
     started, due = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - started) < limit:
         while due < requests and arrivals[due][0] <= elapsed:
-            _, prompt, generated = arrivals[due]
-            llm.add([1 + due % 7] * prompt, SamplingParams(max_tokens=generated, ignore_eos=True))
+            at, prompt, generated = arrivals[due]
+            params = SamplingParams(max_tokens=generated, ignore_eos=True)
+            # Who comes while a step runs waits for its end, and that counts.
+            llm.add([1 + due % 7] * prompt, params, arrival=started + at)
             due += 1
         if llm.scheduler.idle:
             if due == requests:
