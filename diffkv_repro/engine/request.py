@@ -28,6 +28,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name in ("max_tokens", "seed"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -119,5 +122,8 @@ class RequestOutput:
 
     @property
     def latency_per_token(self) -> float:
-        """Seconds from arrival to the last token, over the tokens generated (the usual normalised latency)."""
+        """Seconds from arrival to the last token, over the tokens generated (the usual normalised latency); infinite
+        without any token."""
+        if not self.tokens:
+            return float("inf")
         return (self.token_times[-1] - self.arrival) / len(self.tokens)

@@ -150,7 +150,8 @@ def _drawn(logits: Tensor, request: Request) -> Tensor:
     """A token by Gumbel noise that depends on the request's seed and the position alone."""
     generator = torch.Generator().manual_seed(hash((request.params.seed, len(request.tokens))) & 0x7FFFFFFF)
     noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator).clamp(1e-20, 1 - 1e-7)))
-    return (logits.float() / request.params.temperature + noise.to(logits.device)).argmax()
+    below = logits.double() - logits.double().max()  # the best stays 0, however small the temperature
+    return (below / request.params.temperature + noise.to(logits.device)).argmax()
 
 
 def _graph_size(requests: int) -> int:

@@ -54,21 +54,23 @@ def steady_state(
     if not running:
         raise ValueError(f"the pool holds no request of {prompt} to {prompt + generated} tokens")
 
-    tokens, batches, spent, preemptions = 0, [], 0.0, 0
+    tokens, batches, spent, before = 0, [], 0.0, 0
     warm_up = steps // 10 if warm_up is None else warm_up
     for index in range(warm_up + steps):
         while len(llm.scheduler.waiting) < 4:
             llm.add([1] * prompt, params)
+        if index == warm_up:
+            before = llm.scheduler.preemptions
         started = llm.clock.now()
         outputs = llm.step()
         if index >= warm_up:
             spent += llm.clock.now() - started
             tokens += len(outputs)
             batches.append(len(llm.scheduler.running))
-            preemptions += sum(output.preemptions for output in outputs if output.finish_reason)
         if spent > limit:
             break
     llm.cancel(*[own.number for own in (*llm.scheduler.waiting, *llm.scheduler.running)])
+    preemptions = llm.scheduler.preemptions - before
     return Throughput(tokens, spent, statistics.mean(batches), len(batches), preemptions)
 
 
