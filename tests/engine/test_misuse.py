@@ -9,7 +9,8 @@ import torch
 from cache_helpers import ids_of
 from tiny import save, tiny_llama
 
-from diffkv_repro.engine import LLM, AsyncLLM, SamplingParams, Weights, bench
+from diffkv_repro.engine import LLM, AsyncLLM, SamplingParams, Weights
+from diffkv_repro.engine.measure import load
 from diffkv_repro.engine.request import Request, RequestOutput
 from diffkv_repro.engine.runner import _drawn
 from diffkv_repro.models.zoo import load_model
@@ -217,7 +218,7 @@ def test_latency_counts_from_the_arrival_and_not_from_the_step_after_it(llm):
         return number
 
     llm.add = noted
-    bench.serve_poisson(llm, rate=200.0, requests=6, lengths=lambda draw: (draw.randrange(1, 9), 3), limit=60, seed=5)
+    load.serve_poisson(llm, rate=200.0, requests=6, lengths=lambda draw: (draw.randrange(1, 9), 3), limit=60, seed=5)
     draw, gaps = random.Random(5), []
     for _ in range(6):
         gaps.append(draw.expovariate(200.0))
@@ -232,5 +233,5 @@ def test_preemptions_of_unfinished_requests_count(loaded):
     seen = []
     preempt = tight.scheduler._preempt
     tight.scheduler._preempt = lambda request: (seen.append(request.number), preempt(request))
-    found = bench.steady_state(tight, prompt=8, generated=40, steps=30, seed=3)
+    found = load.steady_state(tight, prompt=8, generated=40, steps=30, seed=3)
     assert 0 < found.preemptions <= len(seen)
