@@ -13,6 +13,8 @@ from diffkv_repro.engine.llm import LLM
 from diffkv_repro.engine.measure.steps import fast_forward, most_pages_after
 from diffkv_repro.engine.request import SamplingParams
 
+_GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -34,20 +36,19 @@ class Throughput:
 
 def steady_state(
     llm: LLM, *, prompt: int, generated: int, steps: int = 200, warm_up: int | None = None, limit: float = 120.0,
-    seed: int = 0,
 ) -> Throughput:  # fmt: skip
     """Throughput with more requests waiting than fit, each of ``prompt`` tokens and ``generated`` forced ones.
 
-    It begins where a long run would be: as many requests as find pages, at random points of their answers. Then
+    It begins where a long run would be: as many requests as find pages, spread evenly over their answers. Then
     ``steps`` steps, or as many as ``limit`` seconds of the engine's clock allow, are timed after ``warm_up`` others
     (default: a tenth).
     """
-    draw = random.Random(seed)
     params = SamplingParams(max_tokens=generated, ignore_eos=True)
     memory, lengths = llm.cache.memory, []
     free = len(memory.free) - memory.watermark
     while len(lengths) < llm.runner.max_requests:
-        length = prompt + draw.randrange(generated)
+        # Multiples of the golden ratio spread evenly however many there are: ten random draws may all be short.
+        length = prompt + int((len(lengths) + 0.5) * _GOLDEN % 1 * generated)
         free -= most_pages_after(llm, length)
         if free < 0:
             break
