@@ -358,3 +358,19 @@ def test_a_decision_among_forty_profiles_is_quick():
 def test_settings_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("bandwidth", [math.inf, math.nan, 0.0, -1.0])
+def test_a_bandwidth_that_cannot_be_teaches_nothing(bandwidth):
+    controller = Controller(PROFILES, GREEDY)
+    decision = controller.decide(request(5e7))
+    before = json.dumps(controller._residuals.as_dict())
+    controller.observe(decision, 3 * decision.predicted, bandwidth=bandwidth)
+    assert json.dumps(controller._residuals.as_dict()) == before
+
+
+def test_a_state_file_of_brackets_is_refused(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="is not what save writes"):
+        Controller(PROFILES).load(path)
