@@ -17,8 +17,9 @@ _KINDS = {
 
 
 def wire(quality: pd.DataFrame, speed: pd.DataFrame, marked: float) -> go.Figure:
-    """Left: nats a token that are lost, over the ratio (columns ``kind``, ``label``, ``ratio``, ``lost``, ``where``);
-    right: raw MB a second, encoding and decoding together (``kind``, ``label``, ``ratio``, ``speed``, ``where``).
+    """Left: nats a token that are lost, over the ratio (columns ``kind``, ``label``, ``hover``, ``ratio``, ``lost``,
+    ``where``);
+    right: raw MB a second, encoding and decoding together (the same, and ``speed``).
 
     ``where`` is plotly's position of a label; ``marked`` the loss that counts as none.
     """
@@ -32,11 +33,11 @@ def wire(quality: pd.DataFrame, speed: pd.DataFrame, marked: float) -> go.Figure
             if own.empty:
                 continue
             figure.add_scatter(
-                x=own["ratio"], y=own[value], name=kind, legendgroup=kind, text=own["label"],
+                x=own["ratio"], y=own[value], name=kind, legendgroup=kind, text=own["label"], hovertext=own["hover"],
                 mode="lines+markers+text" if joined and column == 1 else "markers+text",
                 textposition=own["where"], textfont={"size": 10, "color": colour}, line={"width": 1, "color": colour},
                 marker={"color": colour, "symbol": symbol, "size": 13 if symbol == "star" else 9},
-                hovertemplate="%{text}<br>ratio %{x:.2f}, %{y:.3g}<extra>" + kind + "</extra>",
+                hovertemplate="%{hovertext}<br>ratio %{x:.2f}, %{y:.3g}<extra>" + kind + "</extra>",
                 showlegend=column == (1 if (quality["kind"] == kind).any() else 2), row=1, col=column,
             )  # fmt: skip
         widest = 1.12 * points["ratio"].max()
