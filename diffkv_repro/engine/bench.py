@@ -4,6 +4,7 @@ Runs at a paper's shape fast-forward to where requests have their lengths: pages
 their codes stay zero, which costs the same to read.
 """
 
+import math
 import random
 import statistics
 import time
@@ -90,6 +91,7 @@ def prompt_step(llm: LLM, batch: int, length: int, *, repeats: int = 5, seed: in
         planned = llm.scheduler.next_batch()
         scheduled = time.perf_counter()
         if len(planned.requests) != batch:
+            llm.cancel(*[own.number for own in (*llm.scheduler.waiting, *llm.scheduler.running)])
             raise ValueError(
                 f"{len(planned.requests)} of {batch} prompts enter at a time: max_batch_tokens is too small"
             )
@@ -130,6 +132,8 @@ def steady_state(
     It begins where a long run would be: as many requests as find pages, at random points of their answers. Then
     ``steps`` steps, or as many as ``limit`` seconds allow, are timed after a warm-up of a tenth.
     """
+    if llm.runner.device.type == "cuda":  # else the peak would be that of whatever ran before
+        torch.cuda.reset_peak_memory_stats(llm.runner.device)
     draw = random.Random(seed)
     params = SamplingParams(max_tokens=generated, ignore_eos=True)
     lengths: list[int] = []
@@ -181,7 +185,7 @@ class Served:
     def tail(self, share: float = 0.95) -> float:
         """Latency per token that this share of the requests does not exceed."""
         ranked = sorted(self.per_token)
-        return ranked[min(int(share * len(ranked)), len(ranked) - 1)] if ranked else float("inf")
+        return ranked[max(math.ceil(share * len(ranked)) - 1, 0)] if ranked else float("inf")
 
 
 def serve_poisson(
@@ -224,13 +228,22 @@ def fast_forward(
     Tokens beyond ``prompt`` count as generated. Tiers are the replay's; without one all tokens are in the first.
     """
     cache, scheduler, made = llm.cache, llm.scheduler, []
-    for length in lengths:
-        request = Request([1] * (length + 1), params, length if prompt is None else prompt, entered=length)
-        request.slot = scheduler.take_slot()
-        cache.admit([request.slot], [length])
-        cache.memory.compact([request.slot], _counts(llm, length)[None], validate=False)
-        scheduler.running.append(request)
-        made.append(request)
+    try:
+        for length in lengths:
+            request = Request([1] * (length + 1), params, length if prompt is None else prompt, entered=length)
+            slot = scheduler.take_slot()
+            try:
+                cache.admit([slot], [length])
+            except Exception:
+                scheduler.give_slot(slot)
+                raise
+            request.slot = slot
+            scheduler.running.append(request)
+            made.append(request)
+            cache.memory.compact([slot], _counts(llm, length)[None], validate=False)
+    except Exception:
+        llm.cancel(*[own.number for own in made])
+        raise
     return made
 
 
