@@ -1,12 +1,12 @@
 """``LLM``: prompts in, texts out, over the whole engine."""
 
 import operator
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from diffkv_repro.engine.clock import Clock
 from diffkv_repro.engine.kv_cache import Cache, EngineCache
 from diffkv_repro.engine.model import Decoder
 from diffkv_repro.engine.replay import TierReplay
@@ -45,6 +45,7 @@ class LLM:
         self.scheduler = Scheduler(
             self.cache, max_requests=max_requests, max_batch_tokens=max_batch_tokens, shards=weights.shards
         )
+        self.clock = Clock()
         self.runner = Runner(Decoder(weights, self.cache), max_requests=max_requests, graphs=graphs)
         self._vocab = weights.embedding.shape[0]
         self._followed: dict[int, deque[RequestOutput]] = {}  # what a stream has not yet handed on, by request
@@ -52,17 +53,16 @@ class LLM:
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, arrival: float | None = None) -> int:
         """Queue a prompt, text or token ids, and return its number.
 
-        ``arrival`` is when it came (``time.perf_counter()``), now unless given: latencies count from it. Raises
-        ValueError for what is no prompt of this model, or could never run.
+        ``arrival`` is when it came by the engine's clock, now unless given: latencies count from it. Raises ValueError
+        for what is no prompt of this model, or could never run.
         """
         params = params or SamplingParams()
         if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
             what = "a text needs" if isinstance(prompt, str) else "stop strings need"
             raise ValueError(f"{what} a tokenizer, which random weights have none of; give token ids")
         tokens = self._tokens(self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
-        request = Request(tokens, params, len(tokens))
-        if arrival is not None:
-            request.arrival = arrival
+        arrival = self.clock.now() if arrival is None else arrival
+        request = Request(tokens, params, len(tokens), arrival)
         self.scheduler.add(request)
         return request.number
 
@@ -72,7 +72,7 @@ class LLM:
         if batch is None:
             return []
         chosen = self.runner.run(batch)
-        now = time.perf_counter()
+        now = self.clock.now()
         for request, token in zip(batch.requests, chosen, strict=True):
             request.tokens.append(token)
             request.token_times.append(now)
@@ -147,7 +147,7 @@ class LLM:
                 request.text = request.text[: min(found)]
             if ends or found:
                 return "stop"
-        return "length" if len(request.generated) >= params.max_tokens else None
+        return "length" if request.is_full else None
 
 
 def _end_tokens(model: LoadedModel) -> frozenset[int]:
