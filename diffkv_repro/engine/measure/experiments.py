@@ -167,7 +167,7 @@ def arrivals(
         costs = _costs(llm, max_requests)
         rate, few, short = check
         asked = {"rate": rate, "requests": few, "lengths": short, "limit": limit, "seed": setup.seed}
-        serve_poisson(llm, **asked | {"requests": max(few // 4, 1)})  # compiles, captures
+        serve_poisson(llm, **asked)  # compiles, captures
         real = serve_poisson(llm, **asked)
         rows: list[Served] = []
         with virtual_time(llm, costs):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diffkv_repro.engine.llm import LLM
-from diffkv_repro.engine.measure.steps import fast_forward
+from diffkv_repro.engine.measure.steps import fast_forward, most_pages_after
 from diffkv_repro.engine.request import SamplingParams
 
 
@@ -45,14 +45,19 @@ def steady_state(
     """
     draw = random.Random(seed)
     params = SamplingParams(max_tokens=generated, ignore_eos=True)
-    running = 0
-    while running < llm.runner.max_requests:
+    memory, lengths = llm.cache.memory, []
+    free = len(memory.free) - memory.watermark
+    while len(lengths) < llm.runner.max_requests:
         length = prompt + draw.randrange(generated)
-        if not llm.cache.can_admit(length, running):
+        free -= most_pages_after(llm, length)
+        if free < 0:
             break
-        running += 1
-        fast_forward(llm, [length], params=params, prompt=prompt)
-    if not running:
+        lengths.append(length)
+    # The longest first: a prompt enters with more pages than it keeps, which the last ones would not find.
+    for entered, length in enumerate(sorted(lengths, reverse=True)):
+        if llm.cache.can_admit(length, entered):
+            fast_forward(llm, [length], params=params, prompt=prompt)
+    if not llm.scheduler.running:
         raise ValueError(f"the pool holds no request of {prompt} to {prompt + generated} tokens")
 
     tokens, batches, spent, before = 0, [], 0.0, 0

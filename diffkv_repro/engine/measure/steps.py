@@ -156,6 +156,13 @@ def _whole(found: Batch, batch: int) -> Batch:
     return found
 
 
+def most_pages_after(llm: LLM, length: int) -> int:
+    """Pages of a request that :func:`fast_forward` has brought to ``length`` tokens, and one more a head and tier."""
+    cache, held = llm.cache, tier_counts(llm, length)
+    pages = sum(int((-(-held[..., tier] // layout.tokens)).sum()) for tier, layout in enumerate(cache.layouts))
+    return pages + cache.layers * cache.kv_heads * len(cache.layouts)
+
+
 def _grow(requests: Sequence[Request]) -> None:
     for request in requests:
         request.tokens.append(1)

@@ -17,7 +17,7 @@ from diffkv_repro.diffkv import paged_ops
 from diffkv_repro.engine.clock import VirtualClock
 from diffkv_repro.engine.kv_cache import EngineCache
 from diffkv_repro.engine.llm import LLM
-from diffkv_repro.engine.measure.steps import generation_step, prompt_step, tier_counts
+from diffkv_repro.engine.measure.steps import generation_step, most_pages_after, prompt_step
 from diffkv_repro.engine.model import Decoder
 from diffkv_repro.engine.runner import Runner
 from diffkv_repro.engine.scheduler import Batch
@@ -96,11 +96,9 @@ class StepCosts:
 def _fits(llm: LLM, batch: int, length: int) -> bool:
     """Whether ``batch`` requests of ``length`` tokens are sure to find pages, one after the other, and to grow."""
     cache = llm.cache
-    heads = cache.layers * cache.kv_heads
-    held = tier_counts(llm, length)
-    pages = sum(int((-(-held[..., tier] // layout.tokens)).sum()) + heads for tier, layout in enumerate(cache.layouts))
-    spare = heads * cache.memory.prompt_pages(length)
-    return batch <= llm.runner.max_requests and batch * pages + spare <= len(cache.memory.free) - cache.memory.watermark
+    spare = cache.layers * cache.kv_heads * cache.memory.prompt_pages(length)
+    free = len(cache.memory.free) - cache.memory.watermark
+    return batch <= llm.runner.max_requests and batch * most_pages_after(llm, length) + spare <= free
 
 
 class PagesOnly(Decoder):
