@@ -50,6 +50,8 @@ class EngineCache:
         self.max_tokens, self.replay = max_tokens, replay
         self._group = weights.heads // weights.kv_heads if cache == PER_QUERY_HEAD else 1
         self._tables = None
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark is {watermark}; it is a share of the pages, from 0 and below 1")
         if replay is not None and self.policy is None:
             raise ValueError("a replay of tiers needs a policy, whose decisions it overrules")
         page_bytes = self.layouts[0].page_bytes

@@ -77,8 +77,8 @@ class Scheduler:
             self.waiting.popleft()
             request.slot = self.take_slot()
             request.entered = len(request.tokens)
-            self.running.append(request)  # from here on cancelling it gives back what it has
             self.cache.admit([request.slot], [request.entered])
+            self.running.append(request)  # at once: what fails after this can still be cancelled
             entering.append(request)
         return entering
 
@@ -88,6 +88,10 @@ class Scheduler:
             raise ValueError("all request slots are taken")
         return self._slots.pop()
 
+    def give_slot(self, slot: int) -> None:
+        """A row that :meth:`take_slot` gave, and that holds nothing."""
+        self._slots.append(slot)
+
     def _preempt(self, request: Request) -> None:
         self._leave(request)
         request.preemptions += 1
@@ -96,7 +100,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self.cache.release([request.slot])
-        self._slots.append(request.slot)
+        self.give_slot(request.slot)
         self.running.remove(request)
         request.slot = None
 

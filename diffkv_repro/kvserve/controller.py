@@ -188,7 +188,7 @@ class Controller:
         if chosen is None or context is None or bucket is None or not (math.isfinite(seconds) and seconds > 0):
             return
         had = context.bandwidth if bandwidth is None else bandwidth
-        if self.settings.alpha and had > 0:
+        if self.settings.alpha and math.isfinite(had) and had > 0:
             profile, codec = chosen.profile, chosen.profile.codec_seconds
             expected = profile.seconds_per_byte(had)
             key, now = self._key(profile, bucket, context), self._decisions
@@ -250,7 +250,7 @@ class Controller:
             fresh._take(document)
         except OSError as error:
             raise ValueError(f"controller state {path} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"controller state {path} is not what save writes: {first_line(error)}") from error
         with self._lock:
             self._decisions, self._random = fresh._decisions, fresh._random

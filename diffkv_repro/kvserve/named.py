@@ -7,7 +7,7 @@ from diffkv_repro.kvserve.grids import KEPT
 from diffkv_repro.kvserve.kvquant import KVQuant
 from diffkv_repro.kvserve.ladders import HeadLadder, MixHQ
 from diffkv_repro.kvserve.nvcomp import NVCOMP
-from diffkv_repro.kvserve.profile import Profile
+from diffkv_repro.kvserve.profile import NAMES, Profile
 from diffkv_repro.kvserve.quantizers import Exact, Kivi, Uniform
 from diffkv_repro.kvserve.token_ladder import TokenLadder
 from diffkv_repro.kvserve.transforms import Hadamard, KeyBias, Unrope
@@ -41,6 +41,7 @@ NAMED: dict[str, Profile] = {
     "kvserve-default-gpu": Profile((), MixHQ(), _NVCOMP["nvcomp-ans"]()),
     "kvserve-bitcomp-gpu": Profile((), MixHQ(), _NVCOMP["nvcomp-bitcomp"]()),
 }
+NAMES.update(NAMED)
 
 SPREAD: dict[str, Profile] = {
     "256 levels": Profile((), Uniform(256, 256), BitPack()),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from diffkv_repro.kvserve.frame import Frame
 
 MOST_TRANSFORMS = 8
+NAMES: dict[str, "Profile"] = {}
+"""What :meth:`Profile.named` finds; ``named`` fills it, which the package imports."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,9 @@ class Profile:
     @classmethod
     def named(cls, name: str) -> Self:
         """A published method, or KVServe's default. Raises ValueError with the known names."""
-        from diffkv_repro.kvserve.named import NAMED
-
-        if name not in NAMED:
-            raise ValueError(f"unknown profile {name!r}; allowed are {', '.join(NAMED)}")
-        return NAMED[name]
+        if name not in NAMES:
+            raise ValueError(f"unknown profile {name!r}; allowed are {', '.join(NAMES)}")
+        return NAMES[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: every part with its name and all parameters."""

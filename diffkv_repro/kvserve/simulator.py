@@ -118,7 +118,7 @@ def replay(
     - ``best static``: the one profile, no compression among them, whose mean over the trace is least, in hindsight;
     - ``no compression``; ``oracle``: the fastest profile of each request, contention and noise known.
 
-    Deterministic by ``seed``. Raises ValueError for an unknown arm.
+    Deterministic by ``seed``. Raises ValueError for an unknown arm and for a trace that ends where it begins.
     """
     unknown = sorted(set(arms) - set(ARMS))
     if unknown:
@@ -143,6 +143,8 @@ def _truth(
     good = [profile for profile in profiles if profile.quality_of(load.workload) >= load.min_quality]
     lines = (NO_COMPRESSION, *good)
     arrivals = np.arange(0.0, trace.duration, load.every)
+    if not len(arrivals):
+        raise ValueError(f"the trace lasts {trace.duration} s; no request comes in that time")
     generator = np.random.default_rng(seed)
     sizes = load.raw_bytes * np.exp(generator.normal(0, load.size_spread, len(arrivals)))
     noise = np.exp(generator.normal(0, load.noise, len(arrivals)))

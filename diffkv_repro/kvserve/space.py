@@ -11,6 +11,7 @@ from itertools import product
 
 from diffkv_repro.kvserve.cachegen import CacheGen
 from diffkv_repro.kvserve.codecs import BitPack, Codec, Lz4, NoCodec, Zstd
+from diffkv_repro.kvserve.diffkv_pages import TokenTiers
 from diffkv_repro.kvserve.entropy import Ans, RangeCoding
 from diffkv_repro.kvserve.kvquant import KVQuant
 from diffkv_repro.kvserve.ladders import HeadLadder, LayerLadder, MixHQ
@@ -95,6 +96,11 @@ _CPU_CODECS = (NoCodec(), BitPack(), Lz4(), Zstd(), Ans(), RangeCoding())
 _TRANSFORMS = (_PLAIN, (Hadamard(),), (Delta(),), (Affine(),), (KeyBias(),), (Unrope(),))
 _QUANTIZERS = (Uniform(), Kivi(), MixHQ(), HeadLadder(), LayerLadder(), TokenLadder(), CacheGen(), KVQuant())
 
+# Ours: DiffKV's thresholds, with pages as they are or a codec over them.
+_TIERS = tuple(
+    TokenTiers(alphas=pair) for pair in product((0.5, 1.0, 2.0, 3.0, 5.0, 10.0), (0.0, 0.02, 0.05, 0.1, 0.2))
+)
+
 SPACES = {
     space.name: space
     for space in (
@@ -106,6 +112,7 @@ SPACES = {
         Space("fine", (_PLAIN, (Hadamard(),)), _FINE, (Ans(),)),
         # The grid of the artifact evaluation.
         Space("artifact", ((Hadamard(),),), _AE, (Ans(),)),
+        Space("tiers", (_PLAIN,), _TIERS, (NoCodec(), Zstd(shuffle=True), Ans(shuffle=True))),
     )
 }
 

@@ -9,8 +9,9 @@ import torch
 from cache_helpers import ids_of
 from tiny import save, tiny_llama
 
+from diffkv_repro.diffkv.memory import OutOfPages
 from diffkv_repro.engine import LLM, AsyncLLM, SamplingParams, Weights
-from diffkv_repro.engine.measure import load
+from diffkv_repro.engine.measure import load, steps
 from diffkv_repro.engine.request import Request, RequestOutput
 from diffkv_repro.engine.runner import _drawn
 from diffkv_repro.models.zoo import load_model
@@ -235,3 +236,39 @@ def test_preemptions_of_unfinished_requests_count(loaded):
     tight.scheduler._preempt = lambda request: (seen.append(request.number), preempt(request))
     found = load.steady_state(tight, prompt=8, generated=40, steps=30)
     assert 0 < found.preemptions <= len(seen)
+
+
+def test_a_pool_that_is_too_small_for_a_measurement_leaves_the_engine_empty(loaded):
+    page = LLM(loaded, max_requests=2, max_tokens=64).cache.layouts[0].page_bytes
+    tight = LLM(loaded, max_requests=2, max_tokens=64, pool_bytes=page * 14)
+    with pytest.raises(OutOfPages):
+        steps.generation_step(tight, 2, 60, repeats=1)
+    assert_empty(tight)
+    assert len(tight.generate([prompt(5)], PARAMS)[0].tokens) == 8
+
+
+def test_a_batch_that_does_not_go_on_whole_is_not_measured_as_if_it_did(loaded):
+    page = LLM(loaded, max_requests=2, max_tokens=64).cache.layouts[0].page_bytes
+    tight = LLM(loaded, max_requests=2, max_tokens=64, pool_bytes=page * 13)
+    with pytest.raises(ValueError, match="pages for 1 of 2 requests"):
+        steps.generation_step(tight, 2, 32, repeats=1)
+    assert_empty(tight)
+
+
+def test_prompts_that_do_not_enter_together_leave_the_engine_empty(loaded):
+    llm = LLM(loaded, max_requests=2, max_tokens=64, max_batch_tokens=20)
+    with pytest.raises(ValueError, match="1 of 2 prompts enter at a time"):
+        steps.prompt_step(llm, 2, 20, repeats=1)
+    assert_empty(llm)
+
+
+def test_the_tail_is_what_that_share_does_not_exceed():
+    served = load.Served(1.0, tuple(float(value) for value in range(1, 21)), 20, 20, 1.0)
+    assert [served.tail(share) for share in (0.0, 0.5, 0.95, 0.951, 1.0)] == [1, 10, 19, 20, 20]
+    assert load.Served(1.0, (3.0,), 1, 1, 1.0).tail() == 3
+
+
+@pytest.mark.parametrize("watermark", [1.0, 2.0, -0.1])
+def test_a_watermark_that_leaves_no_page_is_refused(loaded, watermark):
+    with pytest.raises(ValueError, match="watermark is"):
+        LLM(loaded, max_requests=2, max_tokens=64, watermark=watermark)

@@ -102,7 +102,7 @@ def test_a_wrong_bandwidth_teaches_nothing_about_the_profile(had):
     assert any(abs(one.residual) > 1e-3 for one in controller.decide(request(5e7)).candidates)
 
 
-@pytest.mark.parametrize("had", [0, -1, math.nan, "fast"])
+@pytest.mark.parametrize("had", [0, -1, math.nan, math.inf, "fast"])
 def test_a_bandwidth_that_cannot_be_teaches_nothing(had):
     controller = Controller(PROFILES, GREEDY)
     first = controller.decide(request())
@@ -358,3 +358,10 @@ def test_a_decision_among_forty_profiles_is_quick():
 def test_settings_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_state_file_of_brackets_is_refused(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="is not what save writes"):
+        Controller(PROFILES).load(path)

@@ -137,3 +137,8 @@ def test_traces():
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_trace_in_which_no_request_comes_is_refused():
+    with pytest.raises(ValueError, match=r"lasts 0\.0 s; no request comes"):
+        replay(PROFILES, Trace((0.0,), (1e8,)), LOAD)

@@ -3,6 +3,7 @@
 With an engine in virtual time (see ``virtual``) the same functions cover hours in seconds.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ class Served:
     def tail(self, share: float = 0.95) -> float:
         """Latency per token that this share of the requests does not exceed."""
         ranked = sorted(self.per_token)
-        return ranked[min(int(share * len(ranked)), len(ranked) - 1)] if ranked else float("inf")
+        return ranked[max(math.ceil(share * len(ranked)) - 1, 0)] if ranked else float("inf")
 
 
 def serve_poisson(

@@ -59,9 +59,8 @@ def generation_step(llm: LLM, batch: int, length: int, *, repeats: int = 20) -> 
     """A step of ``batch`` requests after ``length`` tokens each; the engine must be idle, and is again afterwards."""
     requests = fast_forward(llm, [length] * batch)
     try:
-        step = Batch(tuple(requests), prompts=False)
         for _ in range(3):  # compiles, captures
-            llm.runner.run(step)
+            llm.runner.run(_whole(llm.scheduler.next_batch(), batch))
             _grow(requests)
         totals, scheduling = [], []
         for _ in range(repeats):
@@ -69,7 +68,7 @@ def generation_step(llm: LLM, batch: int, length: int, *, repeats: int = 20) -> 
             started = time.perf_counter()
             found = llm.scheduler.next_batch()
             planned = time.perf_counter()
-            llm.runner.run(found)  # hands the tokens over, so the device is done
+            llm.runner.run(_whole(found, batch))  # hands the tokens over, so the device is done
             ended = time.perf_counter()
             _grow(requests)
             scheduling.append(planned - started + time.perf_counter() - ended)
@@ -80,8 +79,7 @@ def generation_step(llm: LLM, batch: int, length: int, *, repeats: int = 20) -> 
             decisions,
         )  # fmt: skip
     finally:
-        for request in requests:
-            llm.scheduler.finish(request, "cancelled")
+        llm.cancel(*[own.number for own in requests])
 
 
 def prompt_step(llm: LLM, batch: int, length: int, *, repeats: int = 5, seed: int = 0) -> StepTiming:
@@ -96,6 +94,7 @@ def prompt_step(llm: LLM, batch: int, length: int, *, repeats: int = 5, seed: in
         planned = llm.scheduler.next_batch()
         scheduled = time.perf_counter()
         if len(planned.requests) != batch:
+            llm.cancel(*[own.number for own in (*llm.scheduler.waiting, *llm.scheduler.running)])
             raise ValueError(
                 f"{len(planned.requests)} of {batch} prompts enter at a time: max_batch_tokens is too small"
             )
@@ -119,13 +118,22 @@ def fast_forward(
     cache, scheduler, made = llm.cache, llm.scheduler, []
     if scheduler.idle:
         cache.memory.pool.zero_()  # what requests before left would be read as the codes of other tiers
-    for length in lengths:
-        request = Request([1] * (length + 1), params, length if prompt is None else prompt, entered=length)
-        request.slot = scheduler.take_slot()
-        cache.admit([request.slot], [length])
-        cache.memory.compact([request.slot], tier_counts(llm, length)[None], validate=False)
-        scheduler.running.append(request)
-        made.append(request)
+    try:
+        for length in lengths:
+            request = Request([1] * (length + 1), params, length if prompt is None else prompt, entered=length)
+            slot = scheduler.take_slot()
+            try:
+                cache.admit([slot], [length])
+            except Exception:
+                scheduler.give_slot(slot)
+                raise
+            request.slot = slot
+            scheduler.running.append(request)
+            made.append(request)
+            cache.memory.compact([slot], tier_counts(llm, length)[None], validate=False)
+    except Exception:
+        llm.cancel(*[own.number for own in made])
+        raise
     return made
 
 
@@ -140,6 +148,12 @@ def tier_counts(llm: LLM, length: int) -> torch.Tensor:
         counts.copy_((cache.replay.shares * outside).to(torch.int32))
         counts[..., 0] += length - outside
     return counts
+
+
+def _whole(found: Batch, batch: int) -> Batch:
+    if len(found.requests) != batch:
+        raise ValueError(f"pages for {len(found.requests)} of {batch} requests: the pool is too small for this step")
+    return found
 
 
 def most_pages_after(llm: LLM, length: int) -> int:
