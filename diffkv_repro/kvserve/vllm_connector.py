@@ -36,9 +36,7 @@ def require_version(version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) not in SUPPORTED:
         known = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-        raise ImportError(
-            f"vLLM here is {version}; KVServeConnector is written for {known}, whose interface it follows"
-        )
+        raise ImportError(f"vLLM here is {version}; KVServeConnector follows the interface of {known}")
 
 
 try:
@@ -155,7 +153,7 @@ class KVServeConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Load the frames of this step."""
-        self._transfer.load(self._metadata().loads)
+        self._transfer.load(self._step().loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done when the step begins."""
@@ -165,7 +163,7 @@ class KVServeConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Store the frames of this step."""
-        self._transfer.save(self._metadata().saves)
+        self._transfer.save(self._step().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing goes on beyond its step."""
@@ -181,7 +179,7 @@ class KVServeConnector(KVConnectorBase_V1):
         report = self._transfer.take_report()
         return None if report is None else StepReport(report)
 
-    def _metadata(self) -> StepMetadata:
+    def _step(self) -> StepMetadata:
         found = self._get_connector_metadata()
         return found if isinstance(found, StepMetadata) else StepMetadata()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diffkv_repro.core.errors import first_line
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.frame_store import FrameStore, PromptKey, prompt_keys
 from diffkv_repro.kvserve.goodput import GoodputEstimator
@@ -200,8 +201,8 @@ class Plans:
         self._polled = now
         try:
             found = self.store.receipts(self._awaited)
-        except OSError as error:
-            log.warning("receipts cannot be read: %s", error)
+        except Exception as error:  # whatever a store does, requests are served
+            log.warning("receipts cannot be read: %s", first_line(error))
             return
         for name, receipt in found.items():
             saved, decision = self._awaited.pop(name, None), self._decided.pop(name, None)
@@ -217,8 +218,8 @@ class Plans:
     def _find(self, names: Sequence[str]) -> int | None:
         try:
             return self.store.find(names)
-        except OSError as error:
-            log.warning("the store cannot be searched, prompts are computed here: %s", error)
+        except Exception as error:  # whatever a store does, requests are served
+            log.warning("the store cannot be searched, prompts are computed here: %s", first_line(error))
             return None
 
 

@@ -4,25 +4,23 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from diffkv_repro.core.errors import first_line
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.codecs import CodecUnavailable
+from diffkv_repro.kvserve.engine_profiles import lossless, try_out
 from diffkv_repro.kvserve.frame import Frame
 from diffkv_repro.kvserve.frame_store import FrameStore, Receipt
 from diffkv_repro.kvserve.header import FrameError
 from diffkv_repro.kvserve.heads import HeadScores
 from diffkv_repro.kvserve.layout import KVLayout, LayerKV
-from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.vllm_layout import PagedLayer, in_model_order
 from diffkv_repro.kvserve.vllm_plans import Load, Report, Save, Saved
 from diffkv_repro.kvserve.vllm_settings import ConnectorSettings
 
 # Below "vllm", so that vLLM's own logging shows it.
 log = logging.getLogger(f"vllm.{__name__}")
-_TRIED = 96  # tokens that each profile is tried out on
 _ROOM = 4  # bytes of a frame are at most so many times those of the raw cache, and a little
 _SLACK = 1 << 20
 
@@ -127,7 +125,7 @@ class Transfer:
         if header.metadata.get("receipt"):
             try:
                 self.store.acknowledge(one.key.name, Receipt(fetched - began, decoded - fetched, len(data)))
-            except OSError as error:
+            except Exception as error:  # the frame is loaded all the same
                 log.warning("the receipt of frame %s could not be given: %s", one.key.name[:8], first_line(error))
 
     def _save(self, one: Save) -> None:
@@ -172,25 +170,5 @@ class Transfer:
     def _discard(self, one: Load) -> None:
         try:
             self.store.discard(one.key.name)
-        except OSError as error:
+        except Exception as error:  # its load has failed already
             log.warning("frame %s could not be removed: %s", one.key.name[:8], first_line(error))
-
-
-def lossless(profile: Profile) -> bool:
-    """Whether a cache comes back as it was, to the bit."""
-    return profile.quantizer.exact and not profile.transforms
-
-
-def try_out(profile: Profile, layout: KVLayout, assets: Assets) -> None:
-    """Encode and decode a little, which also compiles what is compiled at first use. Raises ValueError for a profile
-    that needs what is not here, or drops tokens, which an engine's attention would not know."""
-    random = torch.Generator().manual_seed(0)
-    shape = (layout.kv_heads, _TRIED, layout.head_dim)
-    layers = [LayerKV(*(torch.randn(shape, generator=random).to(layout.dtype) for _ in "kv"))] * layout.layers
-    try:
-        pieces = b"".join(profile.stream(layers, layout, _TRIED, assets=assets))
-        dropped = any(layer.kept is not None for layer in Frame.from_bytes(pieces, layout).layers())
-    except (ValueError, CodecUnavailable) as error:
-        raise ValueError(f"profile {profile} cannot be used with vLLM: {first_line(error)}") from error
-    if dropped or any(levels[0] == 0 for levels in getattr(profile.quantizer, "steps", ())):
-        raise ValueError(f"profile {profile} drops tokens, and vLLM's attention would not know which")

@@ -1,6 +1,6 @@
 """One vLLM instance, run in a process of its own by test_vllm.py with the Python that has vLLM: a job in, results out.
 
-    python vllm_instance.py job.json results.json
+python vllm_instance.py job.json results.json
 """
 
 import json
