@@ -114,7 +114,7 @@ class Engine:
         """Prefill a prompt of which ``local`` tokens are in blocks already; blocks and what was loaded."""
         request = SimpleNamespace(
             request_id=name, prompt_token_ids=tokens, num_tokens=len(tokens), lora_request=None, mm_features=[],
-            cache_salt=None,
+            cache_salt=None, prompt_embeds=None,
         )  # fmt: skip
         vars(request).update(about)
         blocks = [self.free.pop() for _ in range(-(-len(tokens) // self.block))]

@@ -154,7 +154,8 @@ class Plans:
 
     def _known(self, request: Any) -> _Request | None:
         """What is kept of a request; None for one whose cache does not follow from its tokens alone."""
-        if request.prompt_token_ids is None or request.lora_request is not None or request.mm_features:
+        others = (request.lora_request, request.prompt_embeds)
+        if request.prompt_token_ids is None or request.mm_features or any(one is not None for one in others):
             return None
         if request.request_id not in self._requests:
             salt = request.cache_salt or ""

@@ -100,6 +100,7 @@ def test_short_prompts_and_those_of_more_than_tokens_are_left_alone(engine, tmp_
     both.serve(PROMPT[:63])
     both.serve(PROMPT, lora_request=object())
     both.serve(PROMPT, mm_features=[object()])
+    both.serve(PROMPT, prompt_embeds=object())
     assert frames(tmp_path) == []
     both.serve(PROMPT)
     assert both.serve(PROMPT, lora_request=object())[1] == 0
@@ -346,7 +347,9 @@ def test_an_unknown_revision_needs_a_model_id(engine, module):
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "0.10.1", "dev"])
 def test_other_versions_of_vllm_are_refused(monkeypatch, version):
-    with pytest.raises(ImportError, match=rf"vLLM here is {version}; KVServeConnector follows the interface of 0\.32 and 0\.33"):
+    with pytest.raises(
+        ImportError, match=rf"vLLM here is {version}; KVServeConnector follows the interface of 0\.32 and 0\.33"
+    ):
         install(monkeypatch, version)
 
 
