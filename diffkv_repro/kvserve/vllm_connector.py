@@ -70,10 +70,11 @@ log = logging.getLogger(f"vllm.{__name__}")
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to the workers: this step's loads and saves."""
+    """From the scheduler to the workers: this step's loads and saves, and the blocks that were given out for it."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    fresh: tuple[int, ...] = ()
 
 
 @dataclass
@@ -104,7 +105,7 @@ class KVServeConnector(KVConnectorBase_V1):
         self._transfer: Transfer | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._plans = Plans(
-                settings, layout, settings.open(), saves=given.is_kv_producer, loads=given.is_kv_consumer
+                settings, layout, settings.open(), block_size, saves=given.is_kv_producer, loads=given.is_kv_consumer
             )
             if given.is_kv_consumer and given.kv_load_failure_policy != "recompute":
                 log.warning("kv_load_failure_policy is %r: a damaged frame fails its request; 'recompute' computes it",
@@ -153,7 +154,7 @@ class KVServeConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Load the frames of this step."""
-        self._transfer.load(self._step().loads)
+        self._transfer.load(self._step().loads, self._step().fresh)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done when the step begins."""
@@ -164,11 +165,6 @@ class KVServeConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Store the frames of this step."""
         self._transfer.save(self._step().saves)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Nothing goes on beyond its step."""
-        self._transfer.finished(finished_req_ids)
-        return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose frames could not be used."""

@@ -79,11 +79,11 @@ class Plans:
     be found is one that is not there."""
 
     def __init__(
-        self, settings: ConnectorSettings, layout: KVLayout, store: FrameStore, *, saves: bool, loads: bool,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: ConnectorSettings, layout: KVLayout, store: FrameStore, block_size: int, *, saves: bool,
+        loads: bool, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.settings, self.layout, self.store = settings, layout, store
-        self.saves, self.loads = saves, loads
+        self.block_size, self.saves, self.loads = block_size, saves, loads
         self.library = settings.library()
         self.controller = self.library.controller() if self.library else None
         self.goodput = GoodputEstimator(stale_after=600.0, clock=clock)
@@ -122,8 +122,9 @@ class Plans:
                 request.request_id, key, start, start + external, tuple(known.blocks)
             )
 
-    def step(self, output: Any) -> tuple[tuple[Load, ...], tuple[Save, ...]]:
-        """What the workers have to do in a step that the scheduler has just planned."""
+    def step(self, output: Any) -> tuple[tuple[Load, ...], tuple[Save, ...], tuple[int, ...]]:
+        """What the workers have to do in a step that the scheduler has just planned, and the blocks that were given out
+        for it: what was in them counts no more."""
         scheduled = output.num_scheduled_tokens
         loads = tuple(load for name, load in self._loads.items() if name in scheduled)
         self._loads.clear()
@@ -136,7 +137,7 @@ class Plans:
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         saves = tuple(filter(None, (self._save(name, computed[name] + scheduled[name]) for name in computed)))
         self._learn()
-        return loads, saves
+        return loads, saves, self._fresh(output, loads) if self.saves else ()
 
     def report(self, report: Report) -> None:
         """Take in what the workers did."""
@@ -168,6 +169,22 @@ class Plans:
         known = self._requests.get(name)
         if known is not None and groups is not None:
             known.blocks = list(groups[0]) if whole else [*known.blocks, *groups[0]]
+
+    def _fresh(self, output: Any, loads: Sequence[Load]) -> tuple[int, ...]:
+        """Blocks that hold nothing yet: those behind what a request finds in the engine's own cache."""
+        starts, cached = {load.request: load.start for load in loads}, output.scheduled_cached_reqs
+        found: list[int] = []
+        whole = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        for name, groups, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if groups is not None and name in cached.resumed_req_ids:
+                whole.append((name, groups, computed))
+            elif groups is not None:
+                found += groups[0]
+        for name, groups, computed in whole:
+            found += groups[0][starts.get(name, computed) // self.block_size :]
+        return tuple(found)
 
     def _save(self, name: str, computed: int) -> Save | None:
         """The save of a request of which ``computed`` tokens are there after this step, if it is time for it."""

@@ -40,7 +40,8 @@ class Transfer:
         self._profiles = profiles or {"": settings.chosen()}
         self._assets = Assets(heads=HeadScores.load(settings.head_scores) if settings.head_scores else None)
         self._layers: list[PagedLayer] = []
-        self._tainted: set[str] = set()
+        # Blocks that do not hold just what the model computes from its tokens: a frame of them would go on as if.
+        self._impure: set[int] = set()
         self._failed: set[int] = set()
         self._saved: list[Saved] = []
         self._lost: list[str] = []
@@ -64,8 +65,9 @@ class Transfer:
             try_out(profile, self.layout, self._assets)
         self._layers = layers
 
-    def load(self, loads: Sequence[Load]) -> None:
-        """Put frames into blocks."""
+    def load(self, loads: Sequence[Load], fresh: Iterable[int] = ()) -> None:
+        """Put frames into blocks; those of ``fresh`` were given out for this step."""
+        self._impure.difference_update(fresh)
         for one in loads:
             try:
                 self._load(one)
@@ -80,7 +82,7 @@ class Transfer:
     def save(self, saves: Sequence[Save]) -> None:
         """Put blocks into frames."""
         for one in saves:
-            if one.request in self._tainted:
+            if not self._impure.isdisjoint(one.blocks[: -(-one.key.tokens // self.block_size)]):
                 log.info("frame %s is not stored: a part of it was loaded with losses, or not at all", one.key.name[:8])
                 continue
             try:
@@ -89,10 +91,6 @@ class Transfer:
                 log.warning("frame %s is not stored: %s", one.key.name[:8], first_line(error))
             except Exception:
                 log.exception("storing frame %s failed", one.key.name)
-
-    def finished(self, requests: Iterable[str]) -> None:
-        """Forget requests."""
-        self._tainted.difference_update(requests)
 
     def take_failed(self) -> set[int]:
         """Blocks of loads that failed since the last call."""
@@ -115,7 +113,7 @@ class Transfer:
             raise FrameError(f"it is of {header.tokens} tokens from {header.start} of another prompt")
         blocks = self._kernel_blocks(one.blocks)
         if not lossless(header.profile):
-            self._tainted.add(one.request)
+            self._impure.update(self._touched(one))
         for own, layer in zip(self._layers, frame.layers(), strict=True):
             if layer.kept is not None:
                 raise FrameError("it lacks tokens, which attention would have to know")
@@ -161,10 +159,13 @@ class Transfer:
         parts = self.block_size // self._layers[0].slots
         return [block * parts + part for block in blocks for part in range(parts)]
 
+    def _touched(self, one: Load) -> tuple[int, ...]:
+        return one.blocks[one.start // self.block_size : -(-one.stop // self.block_size)]
+
     def _fail(self, one: Load, reason: str) -> None:
         log.warning("frame %s cannot be used, its tokens are computed here: %s", one.key.name[:8], reason)
-        self._tainted.add(one.request)
-        self._failed.update(one.blocks[one.start // self.block_size : -(-one.stop // self.block_size)])
+        self._impure.update(self._touched(one))
+        self._failed.update(self._touched(one))
         self._lost.append(one.key.name)
 
     def _discard(self, one: Load) -> None:

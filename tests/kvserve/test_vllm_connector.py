@@ -10,9 +10,10 @@ import torch
 from vllm_standins import MODULE, Engine, install, store_cpu, store_gpu
 
 from diffkv_repro.kvserve import HeadScores, Profile
-from diffkv_repro.kvserve.frame_store import FolderStore
+from diffkv_repro.kvserve.frame_store import FolderStore, PromptKey
 from diffkv_repro.kvserve.latency import MeasuredProfile
 from diffkv_repro.kvserve.library import LibraryEntry, ProfileLibrary
+from diffkv_repro.kvserve.vllm_plans import Load, Save
 from diffkv_repro.kvserve.vllm_settings import ConnectorSettings
 
 PROMPT = [7 * i % 101 + 1 for i in range(150)]
@@ -239,6 +240,26 @@ def test_a_lossy_frame_comes_back_as_its_profile_gives_it_and_is_not_stored_agai
     # Keys lie within 1, an int4 step of them is at most 2 / 15.
     assert 0 < (found.key - key).abs().max() <= 1 / 15 + 1e-3
     assert len(frames(tmp_path)) == 1, "a longer frame would carry the loss on as if it were the model's"
+
+
+@pytest.mark.parametrize("profile", ["int4", "damaged"])
+def test_what_shares_the_blocks_of_a_bad_load_is_not_stored_until_they_are_given_out_anew(engine, tmp_path, profile):
+    engine("kv_producer", {"profile": "int4"}).serve(PROMPT[:96])
+    (path,) = frames(tmp_path)
+    both = engine()
+    transfer, blocks = both.worker._transfer, tuple(range(10))
+    both.compute(PROMPT, blocks, 0, len(PROMPT))
+    if profile == "damaged":
+        path.write_bytes(path.read_bytes()[:-1])
+    key = PromptKey(96, path.stem)
+    transfer.load([Load("a", key, 32, 96, blocks)])
+    assert transfer.take_failed() == (set(blocks[2:6]) if profile == "damaged" else set())
+    others = [PromptKey(tokens, f"shared{tokens}") for tokens in (32, 48, 144)]
+    transfer.save([Save("b", other, blocks) for other in others])
+    assert {path.stem for path in frames(tmp_path)} - {key.name} == {"shared32"}, "its blocks are before the load's"
+    transfer.load([], fresh=blocks[2:6])
+    transfer.save([Save("c", others[2], blocks)])
+    assert "shared144" in {path.stem for path in frames(tmp_path)}
 
 
 def test_a_lossless_load_may_be_stored_with_what_follows(engine, tmp_path):

@@ -25,7 +25,9 @@ class Clock:
 def plans(tmp_path):
     clock = Clock()
     settings = ConnectorSettings(str(tmp_path), min_tokens=16)
-    made = Plans(settings, KVLayout(2, 2, 8, torch.float16), FolderStore(tmp_path), saves=True, loads=True, clock=clock)
+    made = Plans(
+        settings, KVLayout(2, 2, 8, torch.float16), FolderStore(tmp_path), 16, saves=True, loads=True, clock=clock
+    )
     made.clock = clock
     return made
 
@@ -58,26 +60,27 @@ def start(plans, request, blocks, chunk, computed=0):
 
 def test_a_prompt_in_chunks_is_saved_when_it_is_whole_with_the_blocks_that_came_meanwhile(plans):
     request = request_of()
-    assert start(plans, request, [4, 9], 32) == ((), ())
-    assert plans.step(output(cached=[("r", [7], 32)], scheduled={"r": 16})) == ((), ())
-    assert plans.step(output(cached=[("r", None, 48)], scheduled={"r": 0})) == ((), ())
-    loads, (save,) = plans.step(output(cached=[("r", [1, 2, 3, 5], 48)], scheduled={"r": 52}))
+    assert start(plans, request, [4, 9], 32) == ((), (), (4, 9))
+    assert plans.step(output(cached=[("r", [7], 32)], scheduled={"r": 16})) == ((), (), (7,))
+    assert plans.step(output(cached=[("r", None, 48)], scheduled={"r": 0})) == ((), (), ())
+    loads, (save,), fresh = plans.step(output(cached=[("r", [1, 2, 3, 5], 48)], scheduled={"r": 52}))
+    assert fresh == (1, 2, 3, 5)
     assert loads == ()
     assert (save.key.tokens, save.blocks, save.profile) == (96, (4, 9, 7, 1, 2, 3, 5), "")
-    assert plans.step(output(cached=[("r", [8], 100)], scheduled={"r": 1})) == ((), ()), "once is enough"
+    assert plans.step(output(cached=[("r", [8], 100)], scheduled={"r": 1}))[:2] == ((), ()), "once is enough"
 
 
 def test_a_prompt_is_saved_once_its_whole_grains_are_there(plans):
     start(plans, request_of(), [1] * 7, 95)
-    _, saves = plans.step(output(cached=[("r", None, 95)], scheduled={"r": 1}))
+    _, saves, _ = plans.step(output(cached=[("r", None, 95)], scheduled={"r": 1}))
     assert [save.key.tokens for save in saves] == [96]
 
 
 def test_a_request_that_was_preempted_has_other_blocks(plans):
     start(plans, request_of(), [4, 9], 32)
     resumed = output(cached=[("r", [11, 12, 13, 14, 15, 16, 17], 0)], resumed=["r"], scheduled={"r": 100})
-    _, (save,) = plans.step(resumed)
-    assert save.blocks == (11, 12, 13, 14, 15, 16, 17)
+    _, (save,), fresh = plans.step(resumed)
+    assert save.blocks == fresh == (11, 12, 13, 14, 15, 16, 17)
 
 
 def test_a_request_that_was_preempted_after_some_answer_loads_its_prompt_whole(plans):
@@ -92,7 +95,8 @@ def test_a_load_covers_what_the_scheduler_took_of_it(plans):
     plans.store.put(plans._known(request).keys[1].name, [b"x"])
     assert plans.match(request, 16) == 64
     plans.allocated(request, [5, 6, 7, 8, 9, 10, 11], 48)
-    (load,), _ = plans.step(output(new=[("r", [5, 6, 7, 8, 9, 10, 11], 64)], scheduled={"r": 36}))
+    (load,), _, fresh = plans.step(output(new=[("r", [5, 6, 7, 8, 9, 10, 11], 64)], scheduled={"r": 36}))
+    assert fresh == (6, 7, 8, 9, 10, 11), "the first was in the engine's own cache"
     assert (load.start, load.stop, load.key.tokens, load.blocks) == (16, 64, 80, (5, 6, 7, 8, 9, 10, 11))
     assert plans.step(output(cached=[("r", None, 100)], scheduled={"r": 1}))[0] == (), "loaded once"
 
@@ -102,7 +106,7 @@ def test_a_match_that_was_not_taken_loads_nothing(plans):
     plans.store.put(plans._known(request).keys[0].name, [b"x"])
     assert plans.match(request, 0) == 96
     plans.allocated(request, [1] * 7, 0)
-    loads, saves = plans.step(output(new=[("r", [1] * 7, 0)], scheduled={"r": 100}))
+    loads, saves, _ = plans.step(output(new=[("r", [1] * 7, 0)], scheduled={"r": 100}))
     assert (loads, saves) == ((), ()), "and what is stored is not stored again"
 
 
@@ -125,6 +129,6 @@ def test_nothing_is_kept_of_requests_that_are_done_or_unknown(plans):
     plans.finished("r")
     plans.finished("never seen")
     assert not plans._requests
-    assert plans.step(output(cached=[("r", [1], 32)], scheduled={"r": 68})) == ((), ())
+    assert plans.step(output(cached=[("r", [1], 32)], scheduled={"r": 68}))[:2] == ((), ())
     assert plans.match(request_of("e", None), 0) == 0
     assert plans.match(request_of("e", []), 0) == 0
