@@ -34,8 +34,8 @@ def plans(tmp_path):
 
 def request_of(name="r", tokens=PROMPT, extra=0):
     return SimpleNamespace(
-        request_id=name, prompt_token_ids=tokens, num_tokens=len(tokens or ()) + extra, lora_request=None, mm_features=[],
-        cache_salt=None, prompt_embeds=None,
+        request_id=name, prompt_token_ids=tokens, num_tokens=len(tokens or ()) + extra, lora_request=None,
+        mm_features=[], cache_salt=None, prompt_embeds=None,
     )  # fmt: skip
 
 
