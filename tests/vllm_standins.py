@@ -5,6 +5,7 @@ must hold. Attributes have the names of vLLM 0.32's; test_vllm_contract.py compa
 """
 
 import importlib
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -152,12 +153,13 @@ class Engine:
         elif request is not None:
             cached.req_ids, cached.new_block_ids = [request.request_id], [None]
             cached.num_computed_tokens = [done]
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        # Scheduler and worker are processes of their own, as a rule.
+        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output))))
         self.worker.start_load_kv(None)
         if request is not None:
             self.compute(request.prompt_token_ids, blocks, done, done + count)
         self.worker.wait_for_save()
         invalid = self.worker.get_block_ids_with_load_errors()
-        found = self.worker.build_connector_worker_meta()
+        found = pickle.loads(pickle.dumps(self.worker.build_connector_worker_meta()))
         self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=found))
         return invalid
