@@ -96,6 +96,17 @@ def test_it_is_the_cache_that_transformers_has(store):
         assert torch.equal(found.value, value[0])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_caches_on_a_gpu_are_read_and_written(dtype):
+    kv, new = random_kv(dtype=dtype), random_kv(tokens=40, dtype=dtype, seed=2)
+    layer = PagedLayer(filled(gpu_store, kv, [2, 9, 4, 1], 16, order=False).tensor.cuda())
+    assert equal(layer.read([2, 9, 4, 1], 50), kv)
+    layer.write([2, 9, 4, 1], new, 16)
+    found = layer.read([2, 9, 4, 1], 50)
+    assert torch.equal(found.key, torch.cat([kv.key[:, :16], new.key[:, 16:], kv.key[:, 40:]], dim=1))
+
+
 def test_a_kernel_that_loses_numbers_is_found_out():
     def forgetful(key, value, cache, slot_mapping):
         gpu_store(key, value, cache, slot_mapping)
