@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from diffkv_repro.kvserve.registry import require_whole
 from diffkv_repro.models.zoo import LoadedModel
@@ -39,15 +40,12 @@ class KVLayout:
     @classmethod
     def of(cls, loaded: LoadedModel, dtype: torch.dtype | None = None) -> Self:
         """The layout of a loaded model's cache, kept in ``dtype`` (the model's own unless given)."""
-        config = loaded.model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        words = ", ".join(f"{key}={rope[key]}" for key in sorted(rope))
         return cls(
             layers=len(loaded.layout.layers),
             kv_heads=loaded.layout.kv_heads,
             head_dim=loaded.layout.head_dim,
             dtype=dtype or loaded.model.dtype,
-            rope=words,
+            rope=rope_words(loaded.model.config),
             model=loaded.fingerprint,
         )
 
@@ -68,6 +66,13 @@ class KVLayout:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.layers} layers x {self.kv_heads} KV heads x {self.head_dim}, {dtype}"
+
+
+def rope_words(config: PreTrainedConfig) -> str:
+    """The rotary embedding of a transformers configuration in words, "" where there is none."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return ", ".join(f"{key}={rope[key]}" for key in sorted(rope))
 
 
 @dataclass(frozen=True)

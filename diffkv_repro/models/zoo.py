@@ -87,7 +87,7 @@ def load_model(name: str, *, device: str | None = None, dtype: torch.dtype | Non
         tokenizer=tokenizer,
         layout=layout,
         precision=precision if precision and dtype == torch.float32 else f"{precision or 'as published'}, in {kept}",
-        fingerprint=_fingerprint(source, config),
+        fingerprint=weights_fingerprint(source, config),
         source=name,
     )
 
@@ -180,8 +180,8 @@ def _public_name(name: str) -> str:
     return f"./{path.name}" if path.name in PACKAGED else path.name
 
 
-def _fingerprint(source: str, config: PreTrainedConfig) -> str:
-    """Identity of the weights: the hub's commit, or a checksum of configuration and weights."""
+def weights_fingerprint(source: str, config: PreTrainedConfig) -> str:
+    """Identity of the weights of a folder or hub id: a checksum of configuration and weights, or the hub's commit."""
     folder = Path(source)
     if not folder.is_dir():
         return f"{source}@{config._commit_hash}"
