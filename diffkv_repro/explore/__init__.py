@@ -12,6 +12,16 @@ from diffkv_repro.explore.bandwidth import (
     read_profiles,
     write_profiles,
 )
+from diffkv_repro.explore.compare import (
+    choice_named,
+    compare_explorer,
+    comparison_table,
+    draw_comparison,
+    generate,
+    outcome_of,
+    parting,
+    write_choice,
+)
 from diffkv_repro.explore.effect import Effect, effect_of
 from diffkv_repro.explore.pages import draw_moment, draw_request, page_inspector
 from diffkv_repro.explore.policy import coloured_text, draw_policy, measured_agreement, policy_explorer
@@ -23,19 +33,27 @@ __all__ = [
     "Story",
     "TextStatistics",
     "bandwidth_explorer",
+    "choice_named",
     "coloured_text",
+    "compare_explorer",
+    "comparison_table",
     "decide",
     "decision_table",
     "draw_choice",
+    "draw_comparison",
     "draw_envelope",
     "draw_moment",
     "draw_policy",
     "draw_request",
     "effect_of",
+    "generate",
     "measured_agreement",
     "observe",
+    "outcome_of",
     "page_inspector",
+    "parting",
     "policy_explorer",
     "read_profiles",
+    "write_choice",
     "write_profiles",
 ]

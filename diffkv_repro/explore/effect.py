@@ -8,7 +8,6 @@ from torch import Tensor
 
 from diffkv_repro.cache import CompressedCache, Method, Session
 from diffkv_repro.cache.attention import attend
-from diffkv_repro.cache.layer import Rows
 from diffkv_repro.cache.tiered import TieredLayer
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.core.threads import one_thread
@@ -39,7 +38,7 @@ class Effect:
     @property
     def agreement(self) -> float:
         """Predicted share of the observed tokens after which the same next token stays the most likely one."""
-        return float((self.statistics.margins + self.changes > 0).float().mean())
+        return self.statistics.agreement(self.changes)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -87,16 +86,28 @@ def effect_of(statistics: TextStatistics, method: Method) -> Effect:
 
 
 def _of_layer(statistics: TextStatistics, cache: CompressedCache, index: int) -> tuple[Tensor, Tensor]:
-    layer, call, exact = cache.layers[index], statistics.calls[index], statistics.outputs[index]
-    rows, count = statistics.rows, call.query.shape[2]
-    key, value, present = layer.dense(Rows(None, rows.positions))
-    first = int(rows.positions[0, -1]) + 1
-    positions = torch.arange(first, first + count, device=key.device)[None]
-    own_key, own_value = layer.round_trip(call.key, call.value, positions)
-    there = torch.ones(1, key.shape[1], count, dtype=torch.bool, device=key.device)
-    output, _ = attend(
-        call, torch.cat([key, own_key], dim=2), torch.cat([value, own_value], dim=2), torch.cat([present, there], dim=2)
-    )
+    layer, call = cache.layers[index], statistics.calls[index]
+    key, value, present = layer.dense(statistics.rows)
+    own = layer.round_trip(call.key, call.value, statistics.positions)
+    return change_of(statistics, index, attend_to(statistics, index, key, value, present, own))
+
+
+def attend_to(
+    statistics: TextStatistics, index: int, key: Tensor, value: Tensor, present: Tensor | None,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention output of the observed tokens in layer ``index`` over a prompt's ``key`` and ``value`` [1, kv_heads,
+    tokens, head_dim], there where ``present`` [1, kv_heads, tokens]; ``own`` keys and values are theirs unless given."""
+    call = statistics.calls[index]
+    keys, values = ((key, call.key), (value, call.value)) if own is None else ((key, own[0]), (value, own[1]))
+    if present is not None:
+        present = torch.nn.functional.pad(present, (0, call.query.shape[2]), value=True)
+    return attend(call, torch.cat(keys, dim=2), torch.cat(values, dim=2), present)[0]
+
+
+def change_of(statistics: TextStatistics, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Error of ``output`` of layer ``index`` over the exact one's length, and the change [observed] of each margin."""
+    exact = statistics.outputs[index]
     difference = (output - exact).float()
     change = (statistics.slopes[index].float() * difference).flatten(1).sum(dim=1)
     return difference.norm() / exact.float().norm(), change

@@ -21,7 +21,7 @@ _MOST_TOKENS = 2048
 _KEPT = 4  # texts: each holds the keys, values and queries of all layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextStatistics:
     """One text under one model: a prompt, which a policy would compress, and ``observed`` tokens that come after it.
 
@@ -53,6 +53,16 @@ class TextStatistics:
     def observed(self) -> int:
         """Tokens after the prompt."""
         return len(self.margins)
+
+    @property
+    def positions(self) -> Tensor:
+        """[1, observed] of the observed tokens."""
+        first = self.prefilled.tokens
+        return torch.arange(first, first + self.observed, device=self.loaded.device)[None]
+
+    def agreement(self, changes: Tensor) -> float:
+        """Share of the observed tokens whose most likely successor stays so when the margins change so much."""
+        return float((self.margins + changes > 0).float().mean())
 
 
 _kept: OrderedDict[tuple, TextStatistics] = OrderedDict()
