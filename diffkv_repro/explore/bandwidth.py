@@ -84,7 +84,7 @@ def decision_table(profiles: Sequence[MeasuredProfile], decision: Decision, slow
 
 
 def bandwidth_explorer(profiles: Sequence[MeasuredProfile]) -> Explorer:
-    """Pick profiles, drag bandwidth, SLO, least quality and a slow-down of the codecs, see the choice and its reasons."""
+    """Pick profiles, drag bandwidth, SLO, least quality and slow-down of the codecs, see the choice and its reasons."""
     by_name = {profile.name: profile for profile in profiles}
     ends = [math.log10(bandwidth / GBPS) for bandwidth in Envelope(profiles).bandwidths] or [0.0]
     slow = {"continuous_update": False}
@@ -93,7 +93,9 @@ def bandwidth_explorer(profiles: Sequence[MeasuredProfile]) -> Explorer:
         "profiles": ipywidgets.SelectMultiple(
             options=list(by_name), value=list(by_name), description="profiles", rows=min(6, len(by_name))
         ),
-        "gbps": log(value=10 ** ends[0] / 2, min=ends[-1] - 0.6, max=ends[0] + 0.6, step=0.02, description="Gbps", **slow),
+        "gbps": log(
+            value=10 ** ends[0] / 2, min=ends[-1] - 0.6, max=ends[0] + 0.6, step=0.02, description="Gbps", **slow
+        ),
         "slo_ms": log(value=_ENDLESS, min=0, max=math.log10(_ENDLESS), step=0.02, description="SLO, ms", **slow),
         "min_quality": ipywidgets.FloatSlider(
             value=0, min=0, max=1.2, step=0.01, description="quality ≥", **slow

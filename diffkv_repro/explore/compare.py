@@ -43,6 +43,7 @@ _METHODS: dict[str, Callable[[], Method]] = {
     "KIVI 2 bit": lambda: baseline("kivi")(bits=2),
     "SnapKV 50 %": lambda: baseline("snapkv")(keep=0.5),
 }
+_CELL = "vertical-align: top; white-space: pre-wrap; width: 50%"
 CHOICES = (*_METHODS, *(f"wire: {name}" for name in NAMED if not name.endswith("-gpu")))
 
 
@@ -62,8 +63,8 @@ def choice_named(name: str) -> How:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One of two: ``label``, ``size`` of the prompt's cache, ``errors`` [layers] of the attention output of the observed
-    tokens over its length, predicted ``agreement``."""
+    """One of two: ``label``, ``size`` of the prompt's cache, ``errors`` [layers] of the attention output of the
+    observed tokens over its length, predicted ``agreement``."""
 
     label: str
     size: KVBytes
@@ -72,7 +73,7 @@ class Outcome:
 
 
 def outcome_of(statistics: TextStatistics, how: How) -> Outcome:
-    """What ``how`` does to the prompt of ``statistics``: a method that a model computes with, or a profile for the wire.
+    """What ``how`` does to the prompt of ``statistics``: a method a model computes with, or a profile for the wire.
 
     Of a profile the bytes are those of its frame. Raises ValueError for a profile that cannot run here.
     """
@@ -171,19 +172,21 @@ def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 def draw_comparison(statistics: TextStatistics, outcomes: Sequence[Outcome]) -> go.Figure:
     """Bytes item by item and the error of each layer, of two outcomes."""
-    names = [f"{side}: {_short(one.label)}" for side, one in zip(("left", "right"), outcomes, strict=True)]
-    layers = list(range(len(outcomes[0].errors)))
+    sides = dict(zip(("left", "right"), outcomes, strict=True))
     title = " · ".join(
         f"{side}: {one.size.true_ratio:.1%} of FP16, predicted agreement {one.agreement:.0%}"
-        for side, one in zip(("left", "right"), outcomes, strict=True)
+        for side, one in sides.items()
     )
     full = [index for index, layer in enumerate(statistics.loaded.layout.layers) if layer.kind == "full"]
-    layers = full if len(full) == len(layers) else layers
-    figure = side_by_side(
-        dict(zip(("left", "right"), [one.size for one in outcomes], strict=True)), layers,
-        dict(zip(names, [one.errors for one in outcomes], strict=True)), title,
-    )  # fmt: skip
-    return drawing.finish(figure, f"{statistics.loaded.name}, a prompt of {len(statistics.tokens)} tokens")
+    errors = {side: one.errors for side, one in sides.items()}
+    figure = side_by_side({side: one.size for side, one in sides.items()}, _layers_of(errors, full), errors, title)
+    foot = [f"{statistics.loaded.name}, a prompt of {len(statistics.tokens)} tokens"]
+    return drawing.finish(figure, "<br>".join(foot + [f"{side}: {one.label}" for side, one in sides.items()]))
+
+
+def _layers_of(errors: dict[str, Sequence[float]], full: Sequence[int]) -> dict[str, Sequence[int]]:
+    """Policies speak of the layers with full attention only, everything else of all."""
+    return {side: full if len(own) == len(full) else range(len(own)) for side, own in errors.items()}
 
 
 def comparison_table(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -205,8 +208,9 @@ def texts_side_by_side(statistics: TextStatistics, left: Sequence[int], right: S
     for ids in (left, right):
         same, other = (ids, []) if at is None else (ids[:at], ids[at:])
         parts = [html.escape(decode(part)) for part in (same, other)]
-        cells.append(f"<td style='vertical-align: top; white-space: pre-wrap; width: 50%'>{parts[0]}<u>{parts[1]}</u></td>")
-    return f"<p>{where}.</p><table style='width: 100%'><tr><th>left</th><th>right</th></tr><tr>{''.join(cells)}</tr></table>"
+        cells.append(f"<td style='{_CELL}'>{parts[0]}<u>{parts[1]}</u></td>")
+    rows = f"<tr><th>left</th><th>right</th></tr><tr>{''.join(cells)}</tr>"
+    return f"<p>{where}.</p><table style='width: 100%'>{rows}</table>"
 
 
 def compare_explorer(
@@ -220,7 +224,9 @@ def compare_explorer(
         "text": ipywidgets.Textarea(value=text, description="text", rows=4, continuous_update=False,
                                     layout={"width": "60rem", "max_width": "98%"}),
         "model": ipywidgets.Text(value=loaded.source or loaded.name, description="model", continuous_update=False),
-        "left": ipywidgets.Combobox(value=left, options=CHOICES, description="left", continuous_update=False, layout=wide),
+        "left": ipywidgets.Combobox(
+            value=left, options=CHOICES, description="left", continuous_update=False, layout=wide
+        ),
         "right": ipywidgets.Combobox(
             value=right, options=CHOICES, description="right", continuous_update=False, layout=wide
         ),
@@ -274,7 +280,3 @@ def write_choice(path: Path, how: How) -> Path:
     else:
         raise ValueError(f"{how.label} has no file; policies and profiles have")
     return target
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 44 else label[:43] + "…"

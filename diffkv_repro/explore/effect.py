@@ -97,7 +97,8 @@ def attend_to(
     own: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention output of the observed tokens in layer ``index`` over a prompt's ``key`` and ``value`` [1, kv_heads,
-    tokens, head_dim], there where ``present`` [1, kv_heads, tokens]; ``own`` keys and values are theirs unless given."""
+    tokens, head_dim], there where ``present`` [1, kv_heads, tokens]; ``own`` keys and values are exact unless given.
+    """
     call = statistics.calls[index]
     keys, values = ((key, call.key), (value, call.value)) if own is None else ((key, own[0]), (value, own[1]))
     if present is not None:

@@ -43,7 +43,7 @@ def draw_request(memory: PagedMemory, slot: int, layer: int) -> go.Figure:
 
 
 def draw_moment(story: Story, moment: int, request: int, layer: int) -> go.Figure:
-    """The tables of one layer of ``request`` at a moment of ``story``, and the free list. Raises ValueError as above."""
+    """The tables of one layer of ``request`` at a moment of ``story``, and the free list. Raises ValueError as well."""
     memory = story.at(moment)
     pages, shot = _pages_of_layer(memory, request, layer), Snapshot.of("", memory, request)
     title = f"Request {request}, layer {layer}: {len(pages)} pages hold {pages['tokens'].sum():,} tokens"

@@ -70,7 +70,11 @@ class Explorer(ipywidgets.VBox):
         wide = [one for one in self.controls.values() if isinstance(one, ipywidgets.Textarea)]
         narrow = [one for one in self.controls.values() if one not in wide]
         self._asked = ipywidgets.VBox(
-            [*wide, ipywidgets.HBox(narrow, layout={"flex_flow": "row wrap"}), ipywidgets.HBox([*self.buttons.values()])]
+            [
+                *wide,
+                ipywidgets.HBox(narrow, layout={"flex_flow": "row wrap"}),
+                ipywidgets.HBox([*self.buttons.values()]),
+            ]
         )
         files = [ipywidgets.HBox([self.path, save]), self.saved] if write else []
         self._copy = ipywidgets.Accordion([ipywidgets.VBox([self.code, *files])], titles=("Copy as code",))

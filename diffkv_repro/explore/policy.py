@@ -44,8 +44,8 @@ def draw_policy(effect: Effect) -> go.Figure:
 def coloured_text(effect: Effect, layer: int | None = None, head: int | None = None) -> str:
     """The prompt as HTML, each token in the colour of its tier in one head, or of most heads of those meant.
 
-    ``layer`` is one of ``effect.layers``; None means all, as it does for ``head``. A dotted line marks a token that some
-    of those heads prune.
+    ``layer`` is one of ``effect.layers``; None means all, as it does for ``head``. A dotted line marks a token that
+    some of those heads prune.
     """
     layers = _index("layer", layer, effect.layers)
     heads = _index("head", head, range(effect.tiers.shape[1]))
@@ -78,7 +78,7 @@ def effect_table(effect: Effect) -> pd.DataFrame:
 
 
 def measured_agreement(statistics: TextStatistics, methods: Sequence[Method]) -> list[float]:
-    """What ``Effect.agreement`` predicts, measured: the observed tokens are decoded through the cache of each method."""
+    """What ``Effect.agreement`` predicts, measured: the observed tokens are decoded through each method's cache."""
 
     def most_likely(method: Method):
         return continued(statistics.loaded.model, statistics.prefilled, method, "simulated")[0].argmax(dim=-1)

@@ -42,7 +42,9 @@ class Story:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         shape = (len(self.prompts), self.layers, self.kv_heads, len(self.tiers))
         if self.plan is not None and tuple(self.plan.shape) != shape:
-            raise ValueError(f"plan is {list(self.plan.shape)}; it must be {list(shape)}: requests, layers, heads, tiers")
+            raise ValueError(
+                f"plan is {list(self.plan.shape)}; it must be {list(shape)}: requests, layers, heads, tiers"
+            )
 
     @classmethod
     def of(cls, effect: Effect, *, generated: int = 24, seed: int = 0) -> "Story":

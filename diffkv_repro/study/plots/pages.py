@@ -26,7 +26,7 @@ def tables_and_list(
     lines, size = -(-len(listed) // columns), max(2, round(14 * _COLUMNS / columns))
     tall, short = 46 * rows + 40, 24 * lines + 30
     figure = make_subplots(
-        rows=2, cols=1, row_heights=[tall / (tall + short), short / (tall + short)], vertical_spacing=90 / (tall + short),
+        rows=2, cols=1, row_heights=[tall, short], vertical_spacing=90 / (tall + short),
         subplot_titles=("", "circular free list, as it lies in memory, from left to right and line by line"),
     )  # fmt: skip
     for trace in above.data:

@@ -47,7 +47,7 @@ def policy_effect(
         y=["nominal"], x=[100 * size.nominal_ratio], orientation="h", marker_color=_ITEM_COLOURS[0], showlegend=False,
         hovertemplate="codes alone: %{x:.2f} %<extra>nominal</extra>", row=2, col=1,
     )  # fmt: skip
-    _add_errors(figure, layers, {"error": errors}, row=2, col=2)
+    _add_errors(figure, {"error": layers}, {"error": errors}, row=2, col=2)
     every = max(1, round(count / 8))
     shown = [f"{layer}.0" for layer in layers[::every]]
     figure.update_yaxes(
@@ -63,15 +63,16 @@ def policy_effect(
     return figure
 
 
-def side_by_side(sizes: Mapping[str, KVBytes], layers: Sequence[int], errors: Mapping[str, Sequence[float]],
-                 title: str) -> go.Figure:  # fmt: skip
+def side_by_side(
+    sizes: Mapping[str, KVBytes], layers: Mapping[str, Sequence[int]], errors: Mapping[str, Sequence[float]], title: str
+) -> go.Figure:
     """Two ways to store one prompt: all their bytes over FP16, item by item, and the error of each layer."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.14)
     _add_bytes(figure, sizes, row=1, col=1)
     _add_errors(figure, layers, errors, row=1, col=2)
     figure.update_layout(
-        title=title, height=440, barmode="stack", margin={"t": 96, "b": 132, "l": 110},
-        legend={"orientation": "h", "y": -0.24, "yanchor": "top", "x": 0},
+        title=title, height=480, barmode="stack", margin={"t": 84, "b": 172},
+        legend={"orientation": "h", "y": -0.36, "yanchor": "top", "x": 0, "traceorder": "normal"},
     )  # fmt: skip
     return figure
 
@@ -95,9 +96,7 @@ def predicted_agreement(rows: pd.DataFrame, title: str) -> go.Figure:
     return figure
 
 
-def _add_bytes(
-    figure: go.Figure, sizes: Mapping[str, KVBytes], *, row: int, col: int, legend: str = "legend"
-) -> None:
+def _add_bytes(figure: go.Figure, sizes: Mapping[str, KVBytes], *, row: int, col: int, legend: str = "legend") -> None:
     for (item, name), colour in zip(_ITEMS.items(), _ITEM_COLOURS, strict=True):
         counts = [getattr(size, item) for size in sizes.values()]
         if any(counts):
@@ -107,14 +106,15 @@ def _add_bytes(
                 hovertemplate="%{y}: %{customdata:,} bytes, %{x:.2f} %<extra>" + name + "</extra>",
             )  # fmt: skip
     figure.update_xaxes(title_text="% of the FP16 cache", rangemode="tozero", row=row, col=col)
+    figure.update_yaxes(categoryorder="array", categoryarray=["true", "nominal", *list(sizes)[::-1]], row=row, col=col)
 
 
 def _add_errors(
-    figure: go.Figure, layers: Sequence[int], errors: Mapping[str, Sequence[float]], *, row: int, col: int
+    figure: go.Figure, layers: Mapping[str, Sequence[int]], errors: Mapping[str, Sequence[float]], *, row: int, col: int
 ) -> None:
     for (name, own), colour, dash in zip(errors.items(), PALETTE, _DASHES, strict=False):
         figure.add_scatter(
-            x=list(layers), y=[100 * float(value) for value in own], mode="lines+markers", name=name,
+            x=list(layers[name]), y=[100 * float(value) for value in own], mode="lines+markers", name=name,
             line={"color": colour, "dash": dash}, marker={"size": 5}, showlegend=len(errors) > 1, row=row, col=col,
             hovertemplate="layer %{x}: %{y:.2f} %<extra>" + name + "</extra>",
         )  # fmt: skip
