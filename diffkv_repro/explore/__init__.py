@@ -20,6 +20,8 @@ from diffkv_repro.explore.compare import (
     generate,
     outcome_of,
     parting,
+    texts_side_by_side,
+    to_send,
     write_choice,
 )
 from diffkv_repro.explore.effect import Effect, effect_of
@@ -52,6 +54,8 @@ __all__ = [
     "outcome_of",
     "page_inspector",
     "parting",
+    "texts_side_by_side",
+    "to_send",
     "policy_explorer",
     "read_profiles",
     "write_choice",

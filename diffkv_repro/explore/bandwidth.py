@@ -15,7 +15,7 @@ from diffkv_repro.explore.panel import Explorer, State, View, as_html
 from diffkv_repro.kvserve.controller import Controller, ControllerSettings
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.envelope_facts import GBPS
-from diffkv_repro.kvserve.latency import NO_COMPRESSION, Envelope, MeasuredProfile, ServiceContext
+from diffkv_repro.kvserve.latency import ANY_WORKLOAD, NO_COMPRESSION, Envelope, MeasuredProfile, ServiceContext
 from diffkv_repro.study import drawing
 from diffkv_repro.study.plots.bandwidth import choice, envelope
 
@@ -52,7 +52,7 @@ def decide(
 
     ``min_quality``: least quality, that of the uncompressed cache being 1. Raises ValueError for what cannot be.
     """
-    context = ServiceContext("*", megabytes * MEGABYTE, gbps * GBPS, slo_ms / 1e3, min_quality)
+    context = ServiceContext(ANY_WORKLOAD, megabytes * MEGABYTE, gbps * GBPS, slo_ms / 1e3, min_quality)
     return Controller(slowed(profiles, slowdown), ControllerSettings(epsilon=0.0)).decide(context)
 
 
@@ -76,7 +76,7 @@ def decision_table(profiles: Sequence[MeasuredProfile], decision: Decision, slow
         why = decision.reason if one.name == decision.profile.name else decision.refused[one.name]
         rows.append((
             one.name, round(one.ratio, 2), "" if one is NO_COMPRESSION else f"{one.break_even / GBPS:.3g}",
-            round(one.quality_of(context.workload), 4), f"{1e3 * seconds:.4g}",
+            _quality(one, context), f"{1e3 * seconds:.4g}",
             ("chosen: " if one.name == decision.profile.name else "") + why,
         ))  # fmt: skip
     columns = ["profile", "ratio", "B*, Gbps", "quality", "ms", "why"]
@@ -163,6 +163,12 @@ def read_profiles(path: Path) -> list[MeasuredProfile]:
         raise ValueError(f"profiles file {path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"profiles file {path}: {error}") from error
+
+
+def _quality(profile: MeasuredProfile, context: ServiceContext) -> str:
+    """As text; a profile whose quality was never measured counts as 0 for the controller."""
+    known = context.workload in profile.quality or ANY_WORKLOAD in profile.quality
+    return f"{profile.quality_of(context.workload):.4g}" if known else "not measured"
 
 
 def _profile(row: Mapping) -> MeasuredProfile:

@@ -98,7 +98,7 @@ def _stored(statistics: TextStatistics, method: Method) -> tuple[KVBytes, list[t
 
 
 @lru_cache(maxsize=4)
-def _wire(statistics: TextStatistics) -> tuple[Prefilled, Assets]:
+def to_send(statistics: TextStatistics) -> tuple[Prefilled, Assets]:
     """The prompt's cache in 16 bits and what profiles rank by: found once a text."""
     ids = statistics.prefilled.input_ids[:, : statistics.prefilled.tokens]
     given = prefill(statistics.loaded, ids, dtype=torch.float16, window=32)
@@ -111,7 +111,7 @@ def _wire(statistics: TextStatistics) -> tuple[Prefilled, Assets]:
 
 
 def _arrived(statistics: TextStatistics, profile: Profile) -> tuple[KVBytes, Any]:
-    given, assets = _wire(statistics)
+    given, assets = to_send(statistics)
     try:
         frame = profile.encode(given.kv, given.layout, assets=assets)
         data = frame.to_bytes()

@@ -1,37 +1,15 @@
 """The page inspector: which pages a request holds and how full they are, moment by moment."""
 
-from collections.abc import Mapping
-
 import ipywidgets
 import plotly.graph_objects as go
-import torch
 
-from diffkv_repro.core.precision import Precision
-from diffkv_repro.diffkv.layout import PageLayout
 from diffkv_repro.diffkv.memory import PagedMemory
 from diffkv_repro.diffkv.memory_example import Snapshot, inspect_pages
-from diffkv_repro.diffkv.memory_walk import share_out
 from diffkv_repro.explore.panel import Explorer, State, View, as_html
 from diffkv_repro.explore.story import Story
 from diffkv_repro.study import drawing
 from diffkv_repro.study.plots.memory import request_pages
 from diffkv_repro.study.plots.pages import tables_and_list
-
-
-def filled_memory(prompts: Mapping[int, int], *, layers: int = 4, kv_heads: int = 4, seed: int = 0) -> PagedMemory:
-    """A memory with prompts of so many tokens in the slots given, split at random over K8V4, K4V2 and pruned."""
-    layouts = [PageLayout(Precision.parse(name), head_dim=128, page_bytes=3456) for name in ("K8V4", "K4V2")]
-    longest = max(prompts.values())
-    held = -(-longest // layouts[0].tokens) + len(layouts)
-    memory = PagedMemory(
-        layouts, pages=held * len(prompts) * layers * kv_heads, layers=layers, kv_heads=kv_heads,
-        max_requests=max(prompts) + 1, max_tokens=longest, watermark=0.0, pool=False,
-    )  # fmt: skip
-    slots, tokens = list(prompts), list(prompts.values())
-    memory.admit(slots, tokens)
-    planned = share_out(tokens, (layers, kv_heads), len(layouts), torch.Generator().manual_seed(seed))
-    memory.compact(slots, planned)
-    return memory
 
 
 def draw_request(memory: PagedMemory, slot: int, layer: int) -> go.Figure:
