@@ -54,10 +54,10 @@ __all__ = [
     "outcome_of",
     "page_inspector",
     "parting",
-    "texts_side_by_side",
-    "to_send",
     "policy_explorer",
     "read_profiles",
+    "texts_side_by_side",
+    "to_send",
     "write_choice",
     "write_profiles",
 ]

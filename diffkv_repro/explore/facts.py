@@ -28,7 +28,7 @@ def bytes_apart(statistics: TextStatistics, method: Method) -> int:
 
 
 def update_cost(statistics: TextStatistics, method: Method, *, repeats: int) -> float:
-    """Processor time of an update, its figure included, over that of a plain prefill of the prompt; medians, in turn."""
+    """Processor time of an update, its figure included, over that of a plain prefill of the prompt: medians."""
     ids = statistics.prefilled.input_ids[:, : statistics.prefilled.tokens]
     updates, prefills = [], []
     with one_thread(), torch.inference_mode():
