@@ -9,6 +9,7 @@ import typer
 
 from diffkv_repro.cli_bench import bench
 from diffkv_repro.cli_errors import fail, guarded
+from diffkv_repro.cli_explore import explore
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 lm_eval = typer.Typer(no_args_is_help=True, help="lm-eval's own command line, with our models and tasks.")
 app.add_typer(lm_eval, name="lm-eval")
+app.command()(explore)
 
 Output = Annotated[Path | None, typer.Option("--output", help="Folder of figures; by default that of the profile.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
