@@ -27,19 +27,26 @@ def engine(
     length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; may be repeated.")] = None,
     shares: Annotated[str, typer.Option(help="Shares of the tokens in DiffKV's high and low tier.")] = "0.3,0.6",
     pool_gb: Annotated[float, typer.Option(help="Memory for pages, for throughput and arrivals.")] = 8.0,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for throughput.")] = 256,
-    generated: Annotated[int, typer.Option(min=1, help="Tokens of an answer, for throughput.")] = 4096,
+    prompt: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt, for throughput; at the most, for arrivals.")
+    ] = 256,
+    generated: Annotated[int, typer.Option(min=1, help="Tokens of an answer; at the most, for arrivals.")] = 4096,
     rate: Annotated[list[float] | None, typer.Option(help="Requests a second, for arrivals; may be repeated.")] = None,
-    seconds: Annotated[float, typer.Option(help="Limit of each throughput and arrivals run.")] = 60.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate, for arrivals.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Limit of the arrivals at a rate, in virtual time.")] = 3600.0,
     device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one.")] = "",
     output: Annotated[Path | None, typer.Option(help="JSON file to write every number to.")] = None,
 ) -> None:
-    """Time of a step and its parts, throughput under a memory limit, latency under Poisson arrivals."""
+    """Time of a step and its parts, throughput under a memory limit, latency under Poisson arrivals.
+
+    Example: diffkv-repro bench engine --part breakdown --shape llama3-8b --batch 8 --length 1024
+    """
     import torch
 
     from diffkv_repro.core.files import write_text
     from diffkv_repro.core.provenance import device_name
-    from diffkv_repro.engine import experiments
+    from diffkv_repro.engine.measure import experiments
+    from diffkv_repro.engine.measure.load import uniform_lengths
     from diffkv_repro.models.shapes import shape_of
 
     try:
@@ -68,25 +75,31 @@ def engine(
         for row in rows:
             typer.echo(f"{row['cache']}, {row['batch']} x {row['length']:,} tokens: {1e3 * row['seconds']:.2f} ms")
     if Part.throughput in parts:
-        with waiting("running steady states"):
+        with waiting("running steady states, in virtual time"):
             states = guarded(
                 lambda: experiments.throughput(
-                    setup, pool_bytes=pool, prompt=prompt, generated=generated, max_requests=128, limit=seconds
+                    setup, pool_bytes=pool, prompt=prompt, generated=generated, max_requests=128
                 )
             )
         found["throughput"] = {name: state.as_dict() for name, state in states.items()}
         for name, state in states.items():
-            typer.echo(f"{name}: {state.per_second:,.0f} tokens/s, mean batch {state.mean_batch:.1f}")
+            own = state.found
+            typer.echo(f"{name}: {own.per_second:,.0f} tokens/s, mean batch {own.mean_batch:.1f}")
     if Part.arrivals in parts:
-        asked = experiments.uniform_lengths((64, 512), (256, 768))
-        with waiting("serving Poisson arrivals"):
-            served = experiments.arrivals(
-                setup, sorted(rate or [1.0, 2.0, 4.0]), pool_bytes=pool, requests=64, lengths=asked, max_tokens=1536,
-                max_requests=128, limit=seconds,
-            )  # fmt: skip
-        found["arrivals"] = {name: [dataclasses.asdict(own) for own in rows] for name, rows in served.items()}
-        for name, rows in served.items():
-            for row in rows:
+        asked = uniform_lengths((max(prompt // 4, 1), prompt), (max(generated // 4, 1), generated))
+        few = uniform_lengths((max(prompt // 4, 1), prompt), (1, max(generated // 16, 1)))
+        rates = sorted(rate or [1.0, 2.0, 4.0])
+        options = {"pool_bytes": pool, "max_tokens": prompt + generated, "max_requests": 128, "limit": seconds}
+        with waiting("serving Poisson arrivals, in virtual time"):
+            served = guarded(
+                lambda: experiments.arrivals(
+                    setup, rates, requests=requests, lengths=asked, check=(rates[0], 8, few), **options
+                )
+            )
+        found["arrivals"] = {name: dataclasses.asdict(own) for name, own in served.items()}
+        for name, own in served.items():
+            typer.echo(f"{name}: virtual time took {own.virtual_over_real:.2f} x real time on a few requests")
+            for row in own.served:
                 answered = f"{row.answered} of {row.offered} answered"
                 typer.echo(f"{name}, {row.rate:g} a second: {1e3 * row.mean:.1f} ms a token, {answered}")
     if output is not None:

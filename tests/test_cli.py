@@ -157,7 +157,7 @@ def test_bench_engine_prints_and_keeps_every_part(tmp_path, monkeypatch):
     small = {"layers": 1, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "vocab": 50}
     monkeypatch.setitem(SHAPES, "tiny", ModelShape("tiny", "", **small))
     sizes = ["--shape", "tiny", "--device", "cpu", "--batch", "2", "--length", "70", "--pool-gb", "0.003"]
-    runs = ["--prompt", "20", "--generated", "40", "--rate", "1000", "--seconds", "2"]
+    runs = ["--prompt", "20", "--generated", "40", "--rate", "1000", "--requests", "4"]
     done = call("bench", "engine", *sizes, *runs, "--output", str(tmp_path / "engine.json"))
     assert done.exit_code == 0, done.output
     kept = json.loads((tmp_path / "engine.json").read_text())

@@ -107,7 +107,9 @@ def _thresholds(own: _Head, columns: int, rule: PagedRule) -> tuple[Tensor, Tens
 
 
 def _least(means: Tensor, positions: Tensor, among: Tensor) -> int:
-    """Slot of the least of ``means`` where ``among``, the earliest position on ties; -1 for none."""
+    """Slot of the least of ``means`` where ``among``, the earliest position on ties; -1 for none. NaN is no number to
+    compare."""
+    among = among & ~means.isnan()
     if not bool(among.any()):
         return -1
     slots = among.nonzero()[:, 0]

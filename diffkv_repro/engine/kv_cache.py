@@ -126,14 +126,19 @@ class EngineCache:
         self.memory.reserve_step(active)
         if self._group > 1:
             self._tables = self.view.tables.repeat_interleave(self._group, dim=3)
-        if self.rule is None:
-            ends = self.view.lengths[rows.clamp_min(0).long()].permute(1, 0, 2, 3)  # [layers, batch, kv_heads, 1]
-            return torch.nn.functional.pad(ends, (0, PLAN_FIELDS - 1), value=-1)
-        plan = paged_ops.decide(self.view, rows, columns, prompts, self.rule)
+        decided = self.decide(rows, columns, prompts)
+        return self.given_plan(rows, columns) if decided is None or self.replay is not None else decided
+
+    def decide(self, rows: Tensor, columns: Tensor, prompts: Tensor) -> Tensor | None:
+        """What the policy does with stored tokens in a step, all layers at once; None where every token stays."""
+        return None if self.rule is None else paged_ops.decide(self.view, rows, columns, prompts, self.rule)
+
+    def given_plan(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The plan of a step that no score decides: the replay says, or every token stays."""
+        lengths = self.view.lengths[rows.clamp_min(0).long()].permute(1, 0, 2, 3)  # [layers, batch, kv_heads, tiers]
         if self.replay is not None:
-            lengths = self.view.lengths[rows.clamp_min(0).long()].permute(1, 0, 2, 3)
-            plan = self.replay.step(lengths, columns, self.rule.window)
-        return plan
+            return self.replay.step(lengths, columns, self.rule.window)
+        return torch.nn.functional.pad(lengths, (0, PLAN_FIELDS - 1), value=-1)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: Tensor, rows: Tensor, columns: Tensor,

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from diffkv_repro.engine.bench import generation_step
 from diffkv_repro.engine.kv_cache import Cache
 from diffkv_repro.engine.llm import LLM
+from diffkv_repro.engine.measure.steps import generation_step
 from diffkv_repro.engine.replay import TierReplay
 from diffkv_repro.engine.request import RequestOutput, SamplingParams
 from diffkv_repro.engine.shards import Shards
@@ -101,15 +101,13 @@ def _answers(
     for output in llm.stream(prompts, params):
         last[output.number] = output
         held.append(len(memory.free) - memory.synchronize_counts())
-    outputs = [last[number] for number in sorted(last)]
+    ended = (last[number] for number in sorted(last))
+    outputs = [replace(own, tokens=list(own.tokens), token_times=list(own.token_times)) for own in ended]
     return asdict(WorkerResult(shards.rank, outputs, llm.cache.kv_heads, held, memory.layouts[0].page_bytes))
 
 
 def _result(found: dict[str, Any]) -> WorkerResult:
-    outputs = [
-        RequestOutput(**own | {"tokens": tuple(own["tokens"]), "token_times": tuple(own["token_times"])})
-        for own in found["outputs"]
-    ]
+    outputs = [RequestOutput(**own) for own in found["outputs"]]
     return WorkerResult(**found | {"outputs": outputs})
 
 

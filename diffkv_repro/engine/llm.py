@@ -1,10 +1,12 @@
 """``LLM``: prompts in, texts out, over the whole engine."""
 
-import time
+import operator
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from diffkv_repro.engine.clock import Clock
 from diffkv_repro.engine.kv_cache import Cache, EngineCache
 from diffkv_repro.engine.model import Decoder
 from diffkv_repro.engine.replay import TierReplay
@@ -43,15 +45,24 @@ class LLM:
         self.scheduler = Scheduler(
             self.cache, max_requests=max_requests, max_batch_tokens=max_batch_tokens, shards=weights.shards
         )
+        self.clock = Clock()
         self.runner = Runner(Decoder(weights, self.cache), max_requests=max_requests, graphs=graphs)
+        self._vocab = weights.embedding.shape[0]
+        self._followed: dict[int, deque[RequestOutput]] = {}  # what a stream has not yet handed on, by request
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a prompt, text or token ids, and return its number."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text needs a tokenizer, which random weights have none of; give token ids")
-            prompt = self.tokenizer(prompt).input_ids
-        request = Request(list(prompt), params or SamplingParams(), len(prompt))
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, arrival: float | None = None) -> int:
+        """Queue a prompt, text or token ids, and return its number.
+
+        ``arrival`` is when it came by the engine's clock, now unless given: latencies count from it. Raises ValueError
+        for what is no prompt of this model, or could never run.
+        """
+        params = params or SamplingParams()
+        if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
+            what = "a text needs" if isinstance(prompt, str) else "stop strings need"
+            raise ValueError(f"{what} a tokenizer, which random weights have none of; give token ids")
+        tokens = self._tokens(self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+        arrival = self.clock.now() if arrival is None else arrival
+        request = Request(tokens, params, len(tokens), arrival)
         self.scheduler.add(request)
         return request.number
 
@@ -61,18 +72,18 @@ class LLM:
         if batch is None:
             return []
         chosen = self.runner.run(batch)
-        now = time.perf_counter()
+        now = self.clock.now()
         for request, token in zip(batch.requests, chosen, strict=True):
             request.tokens.append(token)
             request.token_times.append(now)
             reason = self._reason(request)
             if reason:
                 self.scheduler.finish(request, reason)
-        return [RequestOutput.of(request) for request in batch.requests]
+        return self._handed([RequestOutput.of(request) for request in batch.requests])
 
     def cancel(self, *numbers: int) -> list[RequestOutput]:
         """Stop requests; those that had ended already are left out."""
-        return [RequestOutput.of(request) for request in self.scheduler.cancel(numbers)]
+        return self._handed([RequestOutput.of(request) for request in self.scheduler.cancel(numbers)])
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -81,15 +92,23 @@ class LLM:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} sampling parameters")
-        own = {self.add(prompt, given) for prompt, given in zip(prompts, each, strict=True)}
+        own: dict[int, deque[RequestOutput]] = {}
         try:
+            for prompt, given in zip(prompts, each, strict=True):
+                number = self.add(prompt, given)
+                own[number] = self._followed[number] = deque()
             while own:
-                for output in self.step():
-                    if output.number in own:
+                if not any(own.values()):  # a step of another stream may have brought something already
+                    self.step()
+                for number, outputs in list(own.items()):
+                    while outputs:
+                        output = outputs.popleft()
                         if output.finish_reason:
-                            own.discard(output.number)
+                            del own[number], self._followed[number]
                         yield output
         finally:
+            for number in own:
+                del self._followed[number]
             self.cancel(*own)
 
     def generate(
@@ -98,6 +117,24 @@ class LLM:
         """The finished answers, in the order of ``prompts``."""
         last = {output.number: output for output in self.stream(prompts, params)}
         return [last[number] for number in sorted(last)]
+
+    def _handed(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """``outputs``, which the streams that wait for them have got too."""
+        for output in outputs:
+            if output.number in self._followed:
+                self._followed[output.number].append(output)
+        return outputs
+
+    def _tokens(self, prompt: Sequence[int]) -> list[int]:
+        """As a list. What is no row of the embedding would end every request of its batch, on a GPU the process."""
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt is a text or token ids, whole numbers; {error}") from error
+        wrong = next((token for token in tokens if not 0 <= token < self._vocab), None)
+        if wrong is not None:
+            raise ValueError(f"a prompt holds token {wrong}; allowed are 0 to {self._vocab - 1}")
+        return tokens
 
     def _reason(self, request: Request) -> str | None:
         params, token = request.params, request.tokens[-1]
@@ -110,7 +147,7 @@ class LLM:
                 request.text = request.text[: min(found)]
             if ends or found:
                 return "stop"
-        return "length" if len(request.generated) >= params.max_tokens else None
+        return "length" if request.is_full else None
 
 
 def _end_tokens(model: LoadedModel) -> frozenset[int]:

@@ -1,8 +1,8 @@
 """Runs the batches of the scheduler: host numbers in, sampled tokens out; generation steps as CUDA graphs on a GPU."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,44 +13,40 @@ from diffkv_repro.engine.scheduler import Batch
 _SHORTEST_BOUND = 1024  # tokens: kernels are planned for lengths up to a power of two from here on
 
 
-@dataclass
-class _Inputs:
-    """Where a generation step reads its numbers; a graph keeps these addresses."""
+class StepInputs:
+    """Where a generation step of ``batch`` rows reads its numbers; a graph keeps these addresses.
 
-    tokens: Tensor
-    rows: Tensor
-    columns: Tensor
-    prompts: Tensor
-    active: Tensor
+    ``tokens``, ``rows`` (-1: no request), ``columns`` and ``prompts`` are rows of one int32 tensor, which one copy
+    fills from memory that the device can read by itself.
+    """
 
-    @classmethod
-    def new(cls, batch: int, max_requests: int, device: torch.device) -> "_Inputs":
-        ints = {"dtype": torch.int32, "device": device}
-        return cls(
-            torch.zeros(batch, dtype=torch.int64, device=device), torch.full((batch,), -1, **ints),
-            torch.zeros(batch, **ints), torch.zeros(batch, **ints),
-            torch.zeros(max_requests, dtype=torch.uint8, device=device),
-        )  # fmt: skip
+    def __init__(self, batch: int, max_requests: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._staged = torch.zeros(4, batch, dtype=torch.int32, pin_memory=pinned)
+        self._staged[1] = -1
+        self._staged_active = torch.zeros(max_requests, dtype=torch.uint8, pin_memory=pinned)
+        self._numbers = self._staged.to(device)
+        self.active = self._staged_active.to(device)
+        self.tokens, self.rows, self.columns, self.prompts = self._numbers.unbind()
 
     def fill(self, requests: Sequence[Request]) -> None:
-        """The rows of ``requests``, then rows of no request."""
-        batch = len(self.rows)
-        filler = batch - len(requests)
-        active = [0] * len(self.active)
-        for request in requests:
-            active[request.slot] = 1
-        values = (
-            (self.tokens, [request.tokens[-1] for request in requests] + [0] * filler),
-            (self.rows, [request.slot for request in requests] + [-1] * filler),
-            (self.columns, [request.cached for request in requests] + [0] * filler),
-            (self.prompts, [request.entered for request in requests] + [0] * filler),
-            (self.active, active),
-        )
-        for own, numbers in values:
-            made = torch.tensor(numbers, dtype=own.dtype, pin_memory=own.is_cuda)
-            own.copy_(made, non_blocking=True)
+        """The rows of ``requests``, then rows of no request. What was filled in before must have been used up."""
+        numbers = np.zeros(self._staged.shape, dtype=np.int32)
+        numbers[1, len(requests) :] = -1
+        numbers[:, : len(requests)] = [
+            [request.tokens[-1] for request in requests], [request.slot for request in requests],
+            [request.cached for request in requests], [request.entered for request in requests],
+        ]  # fmt: skip
+        active = np.zeros(self._staged_active.shape, dtype=np.uint8)
+        active[numbers[1, : len(requests)]] = 1
+        for staged, values, own in (
+            (self._staged, numbers, self._numbers), (self._staged_active, active, self.active),
+        ):  # fmt: skip
+            staged.copy_(torch.from_numpy(values))
+            own.copy_(staged, non_blocking=True)
 
     def arguments(self) -> tuple[Tensor, ...]:
+        """Of :meth:`Decoder.step`, but for the bound."""
         return self.tokens, self.active, self.rows, self.columns, self.prompts
 
 
@@ -58,7 +54,7 @@ class Runner:
     """``decoder`` for up to ``max_requests`` requests at a time.
 
     With ``graphs`` (default: on CUDA devices and one worker) a generation step of each batch size and length, rounded
-    up to powers of two, is captured at its first use and replayed from then on.
+    up, is captured at its first use and replayed from then on.
     """
 
     def __init__(self, decoder: Decoder, *, max_requests: int, graphs: bool | None = None) -> None:
@@ -68,7 +64,7 @@ class Runner:
         self.graphs = (self.device.type == "cuda" and alone) if graphs is None else graphs
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"CUDA graphs need a CUDA device; the weights are on {self.device}")
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, _Inputs, Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
         # One at a time is replayed, and its logits are used up before the next: they can share what they work in.
         self._workspace = torch.cuda.graph_pool_handle() if self.graphs else None
 
@@ -92,10 +88,10 @@ class Runner:
         longest = max(len(request.tokens) for request in requests)
         bound = min(max(_SHORTEST_BOUND, _power_of_two(longest)), self.decoder.cache.max_tokens)
         if not self.graphs:
-            inputs = _Inputs.new(len(requests), self.max_requests, self.device)
+            inputs = StepInputs(len(requests), self.max_requests, self.device)
             inputs.fill(requests)
             return self.decoder.step(*inputs.arguments(), bound)
-        size = min(_power_of_two(len(requests)), self.max_requests)
+        size = min(_graph_size(len(requests)), self.max_requests)
         if (size, bound) not in self._captured:
             self._captured[size, bound] = self._capture(size, bound)
         graph, inputs, logits = self._captured[size, bound]
@@ -104,8 +100,8 @@ class Runner:
         self.decoder.cache.memory.count_steps(1)
         return logits
 
-    def _capture(self, size: int, bound: int) -> tuple[torch.cuda.CUDAGraph, _Inputs, Tensor]:
-        inputs = _Inputs.new(size, self.max_requests, self.device)
+    def _capture(self, size: int, bound: int) -> tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]:
+        inputs = StepInputs(size, self.max_requests, self.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles; with no request in it, a step changes nothing
@@ -116,27 +112,31 @@ class Runner:
             logits = self.decoder.step(*inputs.arguments(), bound)
         return graph, inputs, logits
 
-    def management(self, requests: Sequence[Request]) -> Callable[[], object]:
-        """What a step of these does to pages, and its decisions, alone: to be timed. As a graph where steps are."""
-        inputs = _Inputs.new(len(requests), self.max_requests, self.device)
+    def management(self, requests: Sequence[Request]) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What a step of these does to pages, and its decisions on tokens, each alone: to be timed. As graphs where
+        steps are."""
+        inputs = StepInputs(len(requests), self.max_requests, self.device)
         inputs.fill(requests)
         cache = self.decoder.cache
+        reserve = self._repeatable(lambda: cache.memory.reserve_step(inputs.active))
 
-        def call() -> None:
-            cache.begin_step(inputs.active, inputs.rows, inputs.columns, inputs.prompts)
+        def counted() -> None:
+            reserve()
+            if self.graphs:
+                cache.memory.count_steps(1)
 
+        if cache.rule is None:
+            return counted, lambda: None
+        return counted, self._repeatable(lambda: cache.decide(inputs.rows, inputs.columns, inputs.prompts))
+
+    def _repeatable(self, call: Callable[[], object]) -> Callable[[], object]:
         call()
         if not self.graphs:
             return call
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph):
             call()
-
-        def replay() -> None:
-            graph.replay()
-            cache.memory.count_steps(1)
-
-        return replay
+        return graph.replay
 
     def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
         chosen = logits.argmax(dim=-1)
@@ -150,7 +150,16 @@ def _drawn(logits: Tensor, request: Request) -> Tensor:
     """A token by Gumbel noise that depends on the request's seed and the position alone."""
     generator = torch.Generator().manual_seed(hash((request.params.seed, len(request.tokens))) & 0x7FFFFFFF)
     noise = -torch.log(-torch.log(torch.rand(logits.shape, generator=generator).clamp(1e-20, 1 - 1e-7)))
-    return (logits.float() / request.params.temperature + noise.to(logits.device)).argmax()
+    below = logits.double() - logits.double().max()  # the best stays 0, however small the temperature
+    return (below / request.params.temperature + noise.to(logits.device)).argmax()
+
+
+def _graph_size(requests: int) -> int:
+    """Rows that a graph for so many requests has: a power of two, and from 16 on a multiple of 16, then of 64."""
+    if requests <= 16:
+        return _power_of_two(requests)
+    unit = 16 if requests <= 128 else 64
+    return -(-requests // unit) * unit
 
 
 def _power_of_two(count: int) -> int:

@@ -30,6 +30,7 @@ class Scheduler:
         self.cache, self.max_batch_tokens = cache, max_batch_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preemptions = 0
         self._slots = list(range(max_requests - 1, -1, -1))
         self._shards = shards or Shards()
 
@@ -71,15 +72,14 @@ class Scheduler:
             longest = max(longest, len(request.tokens))
             if entering and longest * (len(entering) + 1) > self.max_batch_tokens:
                 break
-            running = len(self.running) + len(entering)
-            if not self._shards.all_agree(self.cache.can_admit(len(request.tokens), running)):
+            if not self._shards.all_agree(self.cache.can_admit(len(request.tokens), len(self.running))):
                 break
             self.waiting.popleft()
             request.slot = self.take_slot()
             request.entered = len(request.tokens)
+            self.running.append(request)  # from here on cancelling it gives back what it has
             self.cache.admit([request.slot], [request.entered])
             entering.append(request)
-        self.running += entering
         return entering
 
     def take_slot(self) -> int:
@@ -91,6 +91,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._leave(request)
         request.preemptions += 1
+        self.preemptions += 1
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:

@@ -5,8 +5,9 @@ what it takes at a bandwidth, the controller chooses by it and learns from what 
 traces through controllers to compare them.
 """
 
-from diffkv_repro.kvserve.assets import Assets
+from diffkv_repro.kvserve.assets import Assets, PromptScores
 from diffkv_repro.kvserve.codecs import CODECS, CodecError, CodecUnavailable
+from diffkv_repro.kvserve.diffkv_pages import TokenTiers, receive_pages, send_pages
 from diffkv_repro.kvserve.frame import Frame, receive
 from diffkv_repro.kvserve.header import FrameError
 from diffkv_repro.kvserve.heads import HeadScores, score_heads
@@ -42,12 +43,16 @@ __all__ = [
     "Prefilled",
     "Profile",
     "ProfileRun",
+    "PromptScores",
     "RotaryKeys",
     "Space",
+    "TokenTiers",
     "measure",
     "measure_all",
     "prefill",
     "receive",
+    "receive_pages",
     "score_heads",
+    "send_pages",
     "space",
 ]  # fmt: skip

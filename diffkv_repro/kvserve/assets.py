@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from diffkv_repro.attention_stats.significance import Significance
 from diffkv_repro.kvserve.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -15,17 +16,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class PromptScores:
+    """Scores that the tokens of a prompt received, ``sums`` [kv_heads, tokens] a layer, over the queries of ``rule``:
+    what DiffKV's policy decides by."""
+
+    rule: Significance
+    sums: Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Assets:
     """Rankings are for the encoder alone: frames carry what came of them. The rest both sides need, and a frame carries
     its digest.
 
     ``heads`` scores of KV heads; ``layer_scores`` [layers]; ``token_scores`` a tensor [kv_heads, tokens] a layer;
-    higher is more important. ``affine`` learnt maps; ``rotary`` the model's rotary embedding and key biases.
+    higher is more important. ``received`` is what DiffKV ranks tokens by. ``affine`` learnt maps; ``rotary`` the
+    model's rotary embedding and key biases.
     """
 
     heads: "HeadScores | None" = None
     layer_scores: Sequence[float] | None = None
     token_scores: Sequence[Tensor] | None = None
+    received: PromptScores | None = None
     affine: "AffineMaps | None" = None
     rotary: "RotaryKeys | None" = None
 

@@ -149,11 +149,21 @@ def _sections(header: Header, layers: Iterable[LayerKV], assets: Assets) -> Iter
         place = Place(layout, count - 1, header.tokens, header.start, assets=assets)
         streams = StreamWriter(profile.codec)
         _write_layer(profile, layer, place, streams)
-        length = sum(map(len, streams.parts))
-        crc = _crc(header, count - 1, streams.code_bytes, length, streams.parts)
-        yield b"".join([_SECTION.pack(count - 1, crc, length, streams.code_bytes), *streams.parts])
+        yield section_of(header, count - 1, streams)
     if count != layout.layers:
         raise ValueError(f"{count} layers came; the layout has {layout.layers}")
+
+
+def section_of(header: Header, layer: int, streams: StreamWriter) -> bytes:
+    """The section of a layer whose body is in ``streams``."""
+    length = sum(map(len, streams.parts))
+    crc = _crc(header, layer, streams.code_bytes, length, streams.parts)
+    return b"".join([_SECTION.pack(layer, crc, length, streams.code_bytes), *streams.parts])
+
+
+def body_of(section: bytes) -> memoryview:
+    """What :func:`section_of` put into a section."""
+    return memoryview(section)[_SECTION.size :]
 
 
 def _write_layer(profile: Profile, layer: LayerKV, place: Place, streams: StreamWriter) -> None:
@@ -225,7 +235,7 @@ def _section(read: Callable[[int], Any], header: Header, layer: int) -> bytes:
 
 def _decoded(section: bytes, header: Header, layer: int, assets: Assets) -> LayerKV:
     place = Place(header.layout, layer, header.tokens, header.start, assets=assets)
-    streams = StreamReader(memoryview(section)[_SECTION.size :], header.profile.codec)
+    streams = StreamReader(body_of(section), header.profile.codec)
     try:
         found = _read_layer(header.profile, place, streams)
         streams.finish()

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -52,39 +53,61 @@ def measure(
 
 
 def measure_all(
-    profiles: Sequence[Profile], kv: KV, layout: KVLayout, *, assets: Assets | None = None, repeats: int = 3
+    profiles: Sequence["Profile | Arm"], kv: KV, layout: KVLayout, *, assets: Assets | None = None, repeats: int = 3
 ) -> list[ProfileRun]:
-    """:func:`measure` for several profiles, which take turns: a machine that is busy for a while slows all alike."""
+    """:func:`measure` for several profiles, which take turns: a machine that is busy for a while slows all alike.
+
+    Instead of a profile there may be an :class:`Arm`, which comes to a frame of the same cache in its own way.
+    """
     require_whole("repeats", repeats, 1)
-    first = [_turn(profile, kv, layout, assets) for profile in profiles]
-    seconds: list[list[tuple[float, float]]] = [[] for _ in profiles]
+    arms = [_Encoding(own, kv, layout, assets) if isinstance(own, Profile) else own for own in profiles]
+    first = [arm.turn() for arm in arms]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in arms]
     for _ in range(repeats):
-        for profile, own in zip(profiles, seconds, strict=True):
-            turn = _turn(profile, kv, layout, assets)
+        for arm, own in zip(arms, seconds, strict=True):
+            turn = arm.turn()
             own.append((turn.encode, turn.decode))
-    return [_run(profile, kv, layout, turn, own) for profile, turn, own in zip(profiles, first, seconds, strict=True)]
+    return [_run(arm.profile, kv, layout, turn, own) for arm, turn, own in zip(arms, first, seconds, strict=True)]
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
+    """One time through: seconds to the frame's bytes, ``data``, and from them on; and the frame that arrived."""
+
     encode: float
     decode: float
     data: bytes
     frame: Frame
-    got: KV
 
 
-def _turn(profile: Profile, kv: KV, layout: KVLayout, assets: Assets | None) -> _Turn:
-    started = time.perf_counter()
-    data = profile.encode(kv, layout, assets=assets).to_bytes()
-    between = time.perf_counter()
-    frame = Frame.from_bytes(data, layout, assets=assets)
-    got = frame.decode()
-    return _Turn(between - started, time.perf_counter() - between, data, frame, got)
+class Arm(Protocol):
+    """A way to a frame of ``profile`` and back."""
+
+    profile: Profile
+
+    def turn(self) -> Turn:
+        """Go it once, by the clock."""
+        ...
 
 
-def _run(profile: Profile, kv: KV, layout: KVLayout, first: _Turn, seconds: list[tuple[float, float]]) -> ProfileRun:
-    raw, got = layout.raw_bytes(kv.tokens), first.got
+@dataclass(frozen=True)
+class _Encoding:
+    profile: Profile
+    kv: KV
+    layout: KVLayout
+    assets: Assets | None
+
+    def turn(self) -> Turn:
+        started = time.perf_counter()
+        data = self.profile.encode(self.kv, self.layout, assets=self.assets).to_bytes()
+        between = time.perf_counter()
+        frame = Frame.from_bytes(data, self.layout, assets=self.assets)
+        frame.decode()
+        return Turn(between - started, time.perf_counter() - between, data, frame)
+
+
+def _run(profile: Profile, kv: KV, layout: KVLayout, first: Turn, seconds: list[tuple[float, float]]) -> ProfileRun:
+    raw, got = layout.raw_bytes(kv.tokens), first.frame.decode()
     kept = [
         torch.ones(layer.key.shape[:2], dtype=torch.bool) if layer.kept is None else layer.kept for layer in got.layers
     ]

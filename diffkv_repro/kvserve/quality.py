@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from diffkv_repro.attention_stats.significance import Significance
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.prefill import prefill
@@ -63,9 +64,16 @@ class Quality:
 
 
 class Judge:
-    """Prompts are ``ids`` [1, tokens] without the last ``continuation`` tokens, which the model is asked to say."""
+    """Prompts are ``ids`` [1, tokens] without the last ``continuation`` tokens, which the model is asked to say.
 
-    def __init__(self, loaded: LoadedModel, ids: Sequence[Tensor], *, continuation: int) -> None:
+    ``window`` and ``significance`` (see :func:`prefill`) are for profiles that rank the tokens of a prompt: each prompt
+    then has its own ranking, in place of any that :meth:`judge` is given.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, ids: Sequence[Tensor], *, continuation: int, window: int | None = None,
+        significance: Significance | None = None,
+    ) -> None:  # fmt: skip
         if not ids or not 1 <= continuation < min(own.shape[1] for own in ids):
             raise ValueError(f"{len(ids)} prompts, continuation {continuation}; it must leave each prompt a token")
         self.loaded, self.layout = loaded, KVLayout.of(loaded, torch.float16)
@@ -74,14 +82,19 @@ class Judge:
         # The last token of the prompt is asked again: what follows it is the first that is judged.
         self._asked = [own[:, -continuation - 1 : -1] for own in ids]
         self._said = [own[0, -continuation:] for own in ids]
-        self._kv = [prefill(loaded, own[:, :-1], dtype=torch.float16).kv for own in self._prompts]
+        options = {"dtype": torch.float16, "window": window, "significance": significance}
+        prefilled = [prefill(loaded, own[:, :-1], **options) for own in self._prompts]
+        self._kv = [own.kv for own in prefilled]
+        named = ({"token_scores": own.token_scores, "received": own.received} for own in prefilled)
+        self._ranked = [{name: given for name, given in own.items() if given is not None} for own in named]
         self._plain = [continue_from(loaded, kv, asked) for kv, asked in zip(self._kv, self._asked, strict=True)]
 
     def judge(self, profile: Profile, assets: Assets | None = None) -> Quality:
         """What ``profile`` costs on all prompts."""
         losses, same, ratios = [], [], []
-        for kv, asked, said, plain in zip(self._kv, self._asked, self._said, self._plain, strict=True):
-            frame = profile.encode(kv, self.layout, assets=assets)
+        prompts = zip(self._kv, self._ranked, self._asked, self._said, self._plain, strict=True)
+        for kv, ranked, asked, said, plain in prompts:
+            frame = profile.encode(kv, self.layout, assets=replace(assets or Assets(), **ranked))
             found = continue_from(self.loaded, frame.decode(), asked)
             index = said.to(found.device)[:, None]
             losses.append(float((plain.gather(1, index) - found.gather(1, index)).mean()))

@@ -30,14 +30,16 @@ class StreamWriter:
             _ordered(codes, self._codec).contiguous().view(-1).cpu().numpy(), levels, _contexts(codes, self._codec)
         )
 
-    def numbers(self, tensor: Tensor) -> None:
-        """Keys or values in 16 or 32 bits, through the codec."""
-        size = tensor.element_size()
+    def numbers(self, tensor: Tensor, *, codes: bool = True) -> None:
+        """Keys or values in 16 or 32 bits, through the codec; without ``codes``, numbers that only describe them."""
+        size, counted = tensor.element_size(), self.code_bytes
         raw = tensor.contiguous().cpu().view(torch.uint8).view(-1).numpy()
         if self._codec.shuffle:
             self._coded(np.ascontiguousarray(raw.reshape(-1, size).T).ravel(), 256, size)
         else:
             self._coded(raw, 256, 1)
+        if not codes:
+            self.code_bytes = counted
 
     def small(self, codes: Tensor, levels: int) -> None:
         """Codes uint8 that describe the others (which step of a ladder), bit-packed and not counted as codes."""

@@ -58,7 +58,7 @@ class Expectation:
         return _is_number(self.expected)
 
     def holds(self, measured: Number | list[Number]) -> bool:
-        """Whether ``measured`` passes; NaN and the wrong shape never do."""
+        """Whether ``measured`` passes, or each of several; NaN and an empty list never do."""
         slack = self.tolerance
         if self.compare in ("increasing", "decreasing"):
             if not isinstance(measured, list) or len(measured) < 2 or not all(map(_is_number, measured)):
@@ -66,6 +66,8 @@ class Expectation:
             sign = 1 if self.compare == "increasing" else -1
             steps = [sign * (after - before) for before, after in itertools.pairwise(measured)]
             return all(step >= -slack if slack else step > 0 for step in steps)
+        if isinstance(measured, list):
+            return bool(measured) and all(_is_number(one) and self.holds(one) for one in measured)
         if not _is_number(measured):
             return False
         if self.compare == "between":

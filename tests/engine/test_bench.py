@@ -6,8 +6,7 @@ import torch
 from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.engine import LLM, SamplingParams, TierReplay, Weights
-from diffkv_repro.engine.bench import fast_forward, generation_step, prompt_step, serve_poisson, steady_state
-from diffkv_repro.engine.cost import (
+from diffkv_repro.engine.measure.cost import (
     CacheTraffic,
     Machine,
     end_to_end_speedup,
@@ -16,6 +15,8 @@ from diffkv_repro.engine.cost import (
     step_seconds,
     weight_bytes,
 )
+from diffkv_repro.engine.measure.load import serve_poisson, steady_state
+from diffkv_repro.engine.measure.steps import fast_forward, generation_step, prompt_step
 from diffkv_repro.models.shapes import ModelShape, shape_of
 
 SHAPE = ModelShape("tiny", "", layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=50)

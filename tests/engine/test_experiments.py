@@ -1,7 +1,7 @@
 import pytest
 
-from diffkv_repro.engine.bench import Served
-from diffkv_repro.engine.experiments import Setup, arrivals, breakdown, end_to_end, knee, throughput, uniform_lengths
+from diffkv_repro.engine.measure.experiments import Setup, arrivals, breakdown, end_to_end, throughput
+from diffkv_repro.engine.measure.load import Served, knee, uniform_lengths
 from diffkv_repro.models.shapes import ModelShape
 
 SHAPE = ModelShape("tiny", "", layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=50)
@@ -22,13 +22,16 @@ def test_end_to_end_times_both_baselines():
 
 
 def test_throughput_and_arrivals_compare_both_caches():
-    found = throughput(SETUP, pool_bytes=400_000, prompt=20, generated=60, max_requests=6, steps=6)
+    found = throughput(SETUP, pool_bytes=400_000, prompt=20, generated=60, max_requests=6, lifetimes=1)
     assert list(found) == ["FP16", "DiffKV"]
+    assert all(own.found.per_second > 0 for own in found.values())
+    lengths = uniform_lengths((3, 9), (2, 4))
     served = arrivals(
-        SETUP, [20.0, 1e5], pool_bytes=400_000, requests=8, lengths=uniform_lengths((3, 9), (2, 4)), max_tokens=80,
-        max_requests=4, limit=20,
+        SETUP, [0.5, 1e5], pool_bytes=400_000, requests=8, lengths=lengths, max_tokens=80, max_requests=4,
+        check=(20.0, 6, lengths), limit=60,
     )  # fmt: skip
-    assert all(own[0].answered == 8 for own in served.values())
+    assert all(own.served[0].answered == 8 for own in served.values())
+    assert all(0.1 < own.virtual_over_real < 10 for own in served.values())
 
 
 def test_the_knee_is_the_last_rate_below_twice_the_first_latency():

@@ -7,7 +7,9 @@ from tiny import save, tiny_llama
 
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.engine import LLM, SamplingParams, TierReplay, Weights
-from diffkv_repro.engine.bench import generation_step, steady_state
+from diffkv_repro.engine.measure.load import steady_state
+from diffkv_repro.engine.measure.steps import generation_step
+from diffkv_repro.engine.runner import StepInputs
 from diffkv_repro.models.shapes import ModelShape
 from diffkv_repro.models.zoo import load_model
 
@@ -61,10 +63,26 @@ def test_a_measured_step_leaves_the_engine_empty_and_a_steady_state_is_reached(c
 def test_a_step_does_not_wait_for_the_device(loaded):
     llm = LLM(loaded, POLICY, max_requests=2, max_tokens=64)
     llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True))
-    inputs = next(iter(llm.runner._captured.values()))[1]
+    # Rows of no request: the same launches, and they may not write anywhere.
+    inputs = StepInputs(2, 2, llm.runner.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         llm.runner.decoder.step(*inputs.arguments(), 64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_the_device_holds_what_the_account_says():
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    shape = ModelShape(
+        "mid", "", layers=8, hidden=2048, intermediate=8192, heads=16, kv_heads=8, head_dim=128, vocab=32000
+    )
+    weights = Weights.random(shape, max_positions=512, device="cuda", dtype=torch.float16)
+    llm = LLM(weights, "fp16", max_requests=16, max_tokens=512, pool_bytes=2 * 10**9)
+    generation_step(llm, 16, 300, repeats=2)
+    accounted = weights.nbytes + llm.cache.memory.allocated_bytes
+    assert accounted <= torch.cuda.max_memory_allocated() - before <= 1.03 * accounted

@@ -80,7 +80,7 @@ def jobs_of(tiers, head_dim, half, *, bias, group):
     asking = {"HALF": max(16, shape["WIDTH"] // 2), "TWO_TERMS": half == "*fp32", "BIAS": bias, "KEEP": True}
     blocks = {
         "GROUP": group, "HEAD_DIM": head_dim, "WIDTH": shape["WIDTH"], "NATIVE": half != "*fp32", "QUERIES": 32,
-        "KEYS": 32,
+        "KEYS": 32, "PARTS": 1 + 2 * bias,
     }  # fmt: skip
     counting = {
         "TIERS": shape["TIERS"], "PADDED_TIERS": 4, "CLASSIFY": bias, "PARTITION": True, "OWN_SCORE": bias,

@@ -45,6 +45,20 @@ def test_any_strides_and_blocks():
         assert_close("sums", seen, expected, 1e-4)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_the_keys_give_the_same_sums(parts):
+    """With more parts than blocks of keys some parts are empty."""
+    query, key = torch.randn(2, 4, 70, 64, device=DEVICE), torch.randn(2, 2, 70, 64, device=DEVICE)
+    lengths = torch.tensor([70, 9], dtype=torch.int32, device=DEVICE)
+    for rule in (Significance("last", 8, own_score=True), Significance()):
+        expected = reference_attention.significance(query, key, rule, scale=0.125, lengths=lengths)
+        seen = significance_triton(
+            query, key, observed=rule.observed if rule.queries == "last" else 0, own_score=rule.own_score, scale=0.125,
+            lengths=lengths, block=(16, 16), parts=parts,
+        )  # fmt: skip
+        assert_close("sums", seen, expected, 1e-4)
+
+
 def test_sums_of_exponents_from_the_attention_itself_spare_a_pass():
     query, key = torch.randn(1, 4, 50, 64, device=DEVICE), torch.randn(1, 2, 50, 64, device=DEVICE)
     logits = query.unflatten(1, (2, 2)) @ key[:, :, None].transpose(-1, -2) / 8

@@ -172,7 +172,13 @@ def test_monotone_lists():
     assert not Expectation("decreasing").holds([3])
 
 
-@pytest.mark.parametrize("value", [math.nan, [1.0], "9", None])
+def test_several_numbers_hold_where_each_does():
+    assert Expectation("between", [1, 2]).holds([1, 1.5, 2])
+    assert not Expectation("between", [1, 2]).holds([1, 1.5, 2.1])
+    assert Expectation(">=", 3, 0.1).holds([2.95, 8])
+
+
+@pytest.mark.parametrize("value", [math.nan, [], [9, math.nan], ["9"], "9", None])
 def test_nan_and_the_wrong_shape_never_hold(value):
     for compare in ("==", ">=", "<=", ">", "<"):
         assert not Expectation(compare, 9, 1e9).holds(value)

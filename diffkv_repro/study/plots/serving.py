@@ -6,11 +6,14 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from diffkv_repro.engine.bench import Served, StepTiming, Throughput
 from diffkv_repro.engine.launch import WorkerResult
+from diffkv_repro.engine.measure.experiments import Arrivals, SteadyState
+from diffkv_repro.engine.measure.steps import StepTiming
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
 
-_PARTS = (("execution", PALETTE[0]), ("scheduling", PALETTE[5]), ("management", PALETTE[3]))
+_PARTS = (
+    ("execution", PALETTE[0]), ("decisions", PALETTE[2]), ("scheduling", PALETTE[5]), ("management", PALETTE[3]),
+)  # fmt: skip
 _BOX = {"line": {"color": "#444444", "width": 1}, "layer": "below"}
 
 
@@ -96,10 +99,11 @@ def end_to_end(rows: pd.DataFrame, predicted: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def latency_by_rate(served: Mapping[str, Sequence[Served]]) -> go.Figure:
+def latency_by_rate(served: Mapping[str, Arrivals]) -> go.Figure:
     """Figure 16: mean and 95th percentile of latency per token over the request rate, a colour a cache."""
     figure = go.Figure()
-    for (name, rows), colour in zip(served.items(), PALETTE, strict=False):
+    for (name, own), colour in zip(served.items(), PALETTE, strict=False):
+        rows = own.served
         rates = [row.rate for row in rows]
         for label, values, dash in (
             ("mean", [1e3 * row.mean for row in rows], "solid"), ("95 %", [1e3 * row.tail() for row in rows], "dot"),
@@ -109,16 +113,18 @@ def latency_by_rate(served: Mapping[str, Sequence[Served]]) -> go.Figure:
             )
     figure.update_xaxes(title_text="requests a second", type="log")
     figure.update_yaxes(title_text="milliseconds a generated token, queueing included", type="log")
-    figure.update_layout(title="Latency under Poisson arrivals", height=480, legend=LEGEND_ABOVE, margin_t=124)
+    figure.update_layout(
+        title="Latency under Poisson arrivals, in virtual time", height=480, legend=LEGEND_ABOVE, margin_t=124
+    )
     return figure
 
 
-def throughput(found: Mapping[str, Mapping[str, Throughput]]) -> go.Figure:
+def throughput(found: Mapping[str, Mapping[str, SteadyState]]) -> go.Figure:
     """Figure 17: tokens a second and mean batch of each model and cache."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=("tokens a second", "mean batch"))
     caches = list(next(iter(found.values())))
     for cache, colour in zip(caches, PALETTE, strict=False):
-        rows = [own[cache] for own in found.values()]
+        rows = [own[cache].found for own in found.values()]
         for column, values in enumerate(([row.per_second for row in rows], [row.mean_batch for row in rows]), start=1):
             figure.add_bar(
                 x=list(found), y=values, name=cache, marker_color=colour, legendgroup=cache, showlegend=column == 1,

@@ -1,19 +1,19 @@
 """Figures 14 to 17 of DiffKV as runs of the engine at a model's shape, DiffKV and FP16 in the same run."""
 
 import gc
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from diffkv_repro.diffkv import CompressionPolicy
-from diffkv_repro.engine.bench import Served, StepTiming, Throughput, generation_step, prompt_step, serve_poisson
-from diffkv_repro.engine.bench import steady_state as measure_steady_state
-from diffkv_repro.engine.cost import CacheTraffic
 from diffkv_repro.engine.kv_cache import PER_QUERY_HEAD, Cache
 from diffkv_repro.engine.llm import LLM
+from diffkv_repro.engine.measure.cost import CacheTraffic
+from diffkv_repro.engine.measure.load import Served, Throughput, serve_poisson, steady_state
+from diffkv_repro.engine.measure.steps import StepTiming, generation_step, prompt_step
+from diffkv_repro.engine.measure.virtual import StepCosts, virtual_time
 from diffkv_repro.engine.replay import TierReplay
 from diffkv_repro.engine.weights import Weights
 from diffkv_repro.models.shapes import ModelShape
@@ -96,54 +96,106 @@ def end_to_end(
             _collect()
 
 
+_GRID = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of batch sizes at which steps are timed
+_SATURATED = 4  # times the latency of the lowest rate: higher rates only wait longer
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """Throughput of a cache in a pool, the costs of the steps that it is made of, and bytes: on the device at the most
+    (``peak_bytes``), of them by account (``accounted_bytes``: weights, pool and tables)."""
+
+    found: Throughput
+    costs: StepCosts
+    peak_bytes: int
+    accounted_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def throughput(
-    setup: Setup, *, pool_bytes: int, prompt: int, generated: int, max_requests: int, steps: int = 200,
-    limit: float = 60.0, caches: Sequence[str] = ("FP16", "DiffKV"),
-) -> dict[str, Throughput]:  # fmt: skip
-    """Figure 17: a steady state of each cache with a KV pool of ``pool_bytes``."""
+    setup: Setup, *, pool_bytes: int, prompt: int, generated: int, max_requests: int, lifetimes: float = 0.5,
+    caches: Sequence[str] = ("FP16", "DiffKV"),
+) -> dict[str, SteadyState]:  # fmt: skip
+    """Figure 17: a steady state of each cache with a KV pool of ``pool_bytes``, in virtual time.
+
+    It lasts ``lifetimes`` of a request, after half as long a warm-up; then as many requests enter as leave.
+    """
     weights, found = setup.weights(prompt + generated), {}
+    steps = max(int(lifetimes * generated), 4)
     for name in caches:
+        _reset_peak(setup.device)
         llm = setup.engine(
             weights, CACHES[name], max_requests=max_requests, max_tokens=prompt + generated, pool_bytes=pool_bytes
         )
-        found[name] = measure_steady_state(llm, prompt=prompt, generated=generated, steps=steps, limit=limit)
+        costs = _costs(llm, max_requests)
+        peak, accounted = _peak(setup.device), weights.nbytes + llm.cache.memory.allocated_bytes
+        with virtual_time(llm, costs):
+            state = steady_state(
+                llm, prompt=prompt, generated=generated, steps=steps, warm_up=steps // 2, limit=float("inf")
+            )
+        found[name] = SteadyState(state, costs, peak, accounted)
         del llm
         _collect()
     return found
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """Latencies of a cache at each rate in virtual time, until it saturates; and the mean latency of a few requests in
+    virtual over that in real time."""
+
+    served: list[Served]
+    virtual_over_real: float
+
+
 def arrivals(
     setup: Setup, rates: Sequence[float], *, pool_bytes: int, requests: int, lengths: Callable, max_tokens: int,
-    max_requests: int, limit: float = 60.0, caches: Sequence[str] = ("FP16", "DiffKV"),
-) -> dict[str, list[Served]]:  # fmt: skip
-    """Figure 16: latency per token of each cache at each rate, until one rate could not be served in time."""
+    max_requests: int, check: tuple[float, int, Callable], limit: float = 3600.0,
+    caches: Sequence[str] = ("FP16", "DiffKV"),
+) -> dict[str, Arrivals]:  # fmt: skip
+    """Figure 16: latency per token of each cache at each rate, in virtual time.
+
+    ``check`` is a rate, a number of requests and their lengths: they are also served in real time.
+    """
     weights, found = setup.weights(max_tokens), {}
     for name in caches:
         llm = setup.engine(
             weights, CACHES[name], max_requests=max_requests, max_tokens=max_tokens, pool_bytes=pool_bytes
         )
-        generation_step(llm, 1, 64, repeats=1)  # compiles
-        found[name] = []
-        for rate in rates:
-            served = serve_poisson(llm, rate=rate, requests=requests, lengths=lengths, limit=limit, seed=setup.seed)
-            found[name].append(served)
-            if served.answered < served.offered:
-                break
+        costs = _costs(llm, max_requests)
+        rate, few, short = check
+        asked = {"rate": rate, "requests": few, "lengths": short, "limit": limit, "seed": setup.seed}
+        serve_poisson(llm, **asked | {"requests": max(few // 4, 1)})  # compiles, captures
+        real = serve_poisson(llm, **asked)
+        rows: list[Served] = []
+        with virtual_time(llm, costs):
+            imagined = serve_poisson(llm, **asked)
+            for rate in rates:
+                rows.append(
+                    serve_poisson(llm, rate=rate, requests=requests, lengths=lengths, limit=limit, seed=setup.seed)
+                )
+                if rows[-1].answered < rows[-1].offered or rows[-1].mean > _SATURATED * rows[0].mean:
+                    break
+        found[name] = Arrivals(rows, imagined.mean / real.mean)
         del llm
         _collect()
     return found
 
 
-def uniform_lengths(prompt: tuple[int, int], generated: tuple[int, int]) -> Callable[[random.Random], tuple[int, int]]:
-    """Prompt and answer lengths, each evenly from its least to its most."""
-    return lambda draw: (draw.randint(*prompt), draw.randint(*generated))
+def _costs(llm: LLM, max_requests: int) -> StepCosts:
+    batches = [size for size in _GRID if size < max_requests]
+    return StepCosts.measure(llm, [*batches, max_requests])
 
 
-def knee(served: Sequence[Served]) -> float:
-    """The highest rate whose mean latency per token is at most twice that of the lowest, and where all are answered."""
-    quickest = served[0].mean
-    good = [own.rate for own in served if own.answered == own.offered and own.mean <= 2 * quickest]
-    return max(good, default=0.0)
+def _reset_peak(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: str) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
 
 
 def _collect() -> None:
