@@ -1,11 +1,14 @@
 """Every explorer: a hundred random moves without an error or a stale figure, and code that makes the same figure."""
 
 import dataclasses
+import statistics
+import time
 
 import ipywidgets
 import pytest
 from explore_helpers import OTHER_WORDS, PROFILES, WORDS, plain, recreated, wander
 
+from diffkv_repro.core.threads import one_thread
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.explore import (
     Story,
@@ -22,6 +25,7 @@ from diffkv_repro.explore import (
 )
 from diffkv_repro.explore.policy import policy_of
 from diffkv_repro.kvserve import Profile
+from diffkv_repro.models import load_model
 
 SIZE = {"limit": 60, "observed": 5}
 COMPARED = (
@@ -215,3 +219,18 @@ def test_an_effect_is_what_the_figure_says(loaded):
     effect = effect_of(observe(loaded, WORDS, **SIZE), policy_of(explorer.state))
     assert plain(draw_policy(effect)) == plain(explorer.figure)
     assert f"{effect.size.true_ratio:.1%} of FP16" in explorer.figure.layout.title.text
+
+
+def test_a_control_of_the_real_model_answers_within_three_tenths_of_a_second():
+    """Processor time on one thread, statistics kept: from the move to the new figure, its text and its tables."""
+    with one_thread():
+        real = load_model("smollm2-135m")
+        explorer = policy_explorer(real, "Keys decide where attention looks; values are averaged. " * 30, limit=256)
+        assert len(explorer.figure.data[0].y) == 90
+        times = []
+        for value in (0.5, 1.5, 2.5, 3.5, 4.5):
+            started = time.process_time()
+            explorer.controls["alpha_high"].value = value
+            times.append(time.process_time() - started)
+    assert explorer.error is None
+    assert statistics.median(times) <= 0.3
