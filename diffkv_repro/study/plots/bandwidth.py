@@ -1,6 +1,6 @@
 """Figures of notebook 12: thresholds, the lower envelope, the candidate set under drift, the online ablation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -108,6 +108,53 @@ def _envelope_panel(
         legendgroup="envelope", showlegend=column == 1, row=2, col=column,
         hovertemplate="%{x:.3g} Gbps: %{y:.3f} x the best<extra>released table</extra>",
     )  # fmt: skip
+
+
+def choice(profiles: Sequence[MeasuredProfile], refused: Collection[str], chosen: str, at: float, slo: float,
+           title: str) -> go.Figure:  # fmt: skip
+    """Seconds a GB of every profile over bandwidth, with the choice at ``at`` bytes per second marked.
+
+    Thick: chosen; dotted: ``refused`` for their quality. ``slo`` in seconds a GB, infinite for none.
+    """
+    figure = go.Figure()
+    lines = (NO_COMPRESSION, *profiles)
+    thresholds = [profile.break_even for profile in profiles if profile.break_even > 0]
+    ends = [*Envelope(profiles).bandwidths, *thresholds, at]
+    bandwidths = np.geomspace(min(ends) / 4, 4 * max(ends), _POINTS)
+    best = Envelope([profile for profile in profiles if profile.name not in refused])
+    figure.add_scatter(
+        x=bandwidths / GBPS, y=[1e9 * best.best(b).seconds_per_byte(b) for b in bandwidths], name="lower envelope",
+        line={"color": "#CFCFCF", "width": 9}, hoverinfo="skip",
+    )  # fmt: skip
+    for place, profile in enumerate(lines):
+        colour = PALETTE[6] if place == 0 else PALETTE[(place - 1) % 6]
+        dash = "dot" if profile.name in refused else "dash" if place == 0 else "solid"
+        figure.add_scatter(
+            x=bandwidths / GBPS, y=[1e9 * profile.seconds_per_byte(b) for b in bandwidths], name=profile.name,
+            line={"color": colour, "width": 3.5 if profile.name == chosen else 1.3, "dash": dash},
+            hovertemplate="%{x:.3g} Gbps: %{y:.3g} s a GB<extra>" + profile.name + "</extra>",
+        )  # fmt: skip
+    paying = [profile for profile in profiles if profile.break_even > 0]
+    figure.add_scatter(
+        x=[one.break_even / GBPS for one in paying], y=[1e9 / one.break_even for one in paying], mode="markers",
+        name="break-even, B*", marker={"symbol": "circle-open", "size": 9, "color": PALETTE[6], "line": {"width": 2}},
+        text=[one.name for one in paying], hovertemplate="%{text}: B* = %{x:.3g} Gbps<extra></extra>",
+    )  # fmt: skip
+    (own,) = (line for line in lines if line.name == chosen)
+    figure.add_scatter(
+        x=[at / GBPS], y=[1e9 * own.seconds_per_byte(at)], mode="markers", name="the choice",
+        marker={"symbol": "star", "size": 16, "color": PALETTE[6]},
+        hovertemplate="%{x:.3g} Gbps: %{y:.3g} s a GB<extra>" + chosen + "</extra>",
+    )  # fmt: skip
+    figure.add_vline(x=at / GBPS, line={"color": PAPER_COLOUR, "width": 1, "dash": "dot"})
+    if np.isfinite(slo):
+        figure.add_hline(y=slo, line={"color": PALETTE[1], "width": 2, "dash": "dash"})
+        figure.add_annotation(x=1, xref="paper", y=np.log10(slo), text="SLO", showarrow=False, xanchor="right",
+                              yanchor="bottom", font_color=PALETTE[1])  # fmt: skip
+    figure.update_xaxes(title_text="bandwidth, Gbps", **_DECADES)
+    figure.update_yaxes(title_text="seconds a GB", **_DECADES)
+    figure.update_layout(title=title, height=600)
+    return figure
 
 
 def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], drawn_edge: float, shares: pd.DataFrame,
