@@ -129,11 +129,17 @@ def stream(
 
 
 def receive(
-    read: Callable[[int], Any], layout: KVLayout, *, assets: Assets | None = None, limit: int = LIMIT
-) -> Iterator[LayerKV]:
-    """Decode each layer of a frame as soon as its section is in. Raises FrameError as :meth:`Frame.read` does."""
+    read: Callable[[int], Any], layout: KVLayout, *, assets: Assets | None = None, limit: int = LIMIT,
+    check: Callable[[Header], None] | None = None,
+) -> Iterator[LayerKV]:  # fmt: skip
+    """Decode each layer of a frame as soon as its section is in. Raises FrameError as :meth:`Frame.read` does.
+
+    ``check`` may refuse a header, with a FrameError, before anything is decoded.
+    """
     header, used = Header.read(read, layout, limit), assets or Assets()
     header.require_state(used)
+    if check is not None:
+        check(header)
     for layer in range(layout.layers):
         yield _decoded(_section(read, header, layer), header, layer, used)
 

@@ -1,0 +1,93 @@
+"""Where the KV cache of a prompt comes from: a model's prefill, or numbers made up for tests of the transfer."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from diffkv_repro.core.threads import one_thread
+from diffkv_repro.kvserve.assets import Assets
+from diffkv_repro.kvserve.heads import score_heads
+from diffkv_repro.kvserve.layout import KV, KVLayout
+from diffkv_repro.kvserve.prefill import prefill
+from diffkv_repro.kvserve.registry import require_whole
+from diffkv_repro.models.zoo import LoadedModel
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The cache of a prompt, the ``seconds`` its prefill took, and what profiles need beside it."""
+
+    kv: KV
+    seconds: float
+    assets: Assets = field(default_factory=Assets)
+
+
+class Source(Protocol):
+    """Computes caches of one ``layout``."""
+
+    layout: KVLayout
+
+    def compute(self, ids: Sequence[int]) -> Computed: ...
+
+
+class ModelSource:
+    """Prefill by a model. Caches of the last ``kept`` prompts stay in memory, with the seconds that they took at first.
+
+    ``head_text`` is what attention heads are ranked on, once, for profiles with a ladder of heads.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, dtype: torch.dtype = torch.float16, kept: int = 2, head_text: str | None = None
+    ) -> None:
+        require_whole("kept", kept, 0)
+        self.loaded, self.layout = loaded, KVLayout.of(loaded, dtype)
+        self._dtype, self._most = dtype, kept
+        self._kept: OrderedDict[tuple[int, ...], Computed] = OrderedDict()
+        self._lock = threading.Lock()
+        self._assets = Assets() if head_text is None else Assets(heads=score_heads(loaded, [head_text]))
+
+    def compute(self, ids: Sequence[int]) -> Computed:
+        """Run the model. Raises ValueError for ids that are none of its tokens."""
+        own = tuple(map(int, ids))
+        most = self.loaded.model.config.get_text_config().vocab_size
+        if not own or max(own) >= most or min(own) < 0:
+            raise ValueError(f"ids of {len(own)} tokens up to {max(own, default=0)}; the vocabulary has {most}")
+        with self._lock:  # one prefill at a time, as on one GPU
+            if own in self._kept:
+                self._kept.move_to_end(own)
+                return self._kept[own]
+            started = time.perf_counter()
+            with one_thread():
+                kv = prefill(self.loaded, torch.tensor([own]), dtype=self._dtype).kv
+            found = Computed(kv, time.perf_counter() - started, self._assets)
+            if self._most:
+                self._kept[own] = found
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+            return found
+
+
+class MadeUpSource:
+    """Caches of random numbers that depend on the tokens alone, so that two processes make the same.
+
+    As in a real cache, a prefix of the tokens has the same numbers. ``seconds`` is what a token's prefill pretends to
+    take (it sleeps so long).
+    """
+
+    def __init__(self, layout: KVLayout, *, seconds: float = 0.0) -> None:
+        self.layout, self._seconds = layout, seconds
+
+    def compute(self, ids: Sequence[int]) -> Computed:
+        """Keys and values [kv_heads, tokens, head_dim] of every layer."""
+        layout = self.layout
+        time.sleep(self._seconds * len(ids))
+        shape = (2 * layout.layers, layout.kv_heads, layout.head_dim)
+        columns = [torch.randn(shape, generator=torch.Generator().manual_seed(int(one))) for one in ids]
+        both = torch.stack(columns, dim=2).to(layout.dtype)
+        pairs = [(both[2 * layer], both[2 * layer + 1]) for layer in range(layout.layers)]
+        return Computed(KV.of(pairs), self._seconds * len(ids))
