@@ -41,16 +41,20 @@ def prefill(
     profiles: Annotated[str, typer.Option(help="Names of profiles to choose from.")] = PROFILES,
     gbps: Annotated[float | None, typer.Option(min=0, help="Shape the link to so many Gbit/s.")] = None,
     tokens: Annotated[int, typer.Option(min=32, help="Tokens of the prompt that profiles are measured on.")] = 512,
+    judge: Annotated[bool, typer.Option(help="Measure what profiles do to the model's text.")] = True,
     made_up: Shape = None,
     experiment: Annotated[bool, typer.Option("--experiment", help="Clients may choose profile and rate.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
 ) -> None:
     """Prefill worker: computes KV caches and sends them by the profile that the controller chooses for each."""
     from diffkv_repro.kvserve import serving
+    from diffkv_repro.kvserve.disagg import PrefillWorker
 
-    source = guarded(serving.open_source, model, made_up)
-    names = [name for name in profiles.split(",") if name]
-    worker = guarded(serving.prefill_worker, source, names, tokens, typer.echo)
+    text = _text()
+    source = guarded(serving.open_source, model, made_up, text)
+    given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
+    typer.echo(serving.words_of(measured))
+    worker = guarded(PrefillWorker, source, given, measured)
     _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience)
 
 
@@ -108,6 +112,16 @@ def decode(
         serving.decode_texts, model, [text for text in texts for _ in range(repeat)], tokens, typer.echo,
         endpoint=None if local else endpoint, keys=given, patience=patience, terms=terms,
     )  # fmt: skip
+
+
+def _text() -> str:
+    from diffkv_repro.workloads import load_texts
+
+    return next(iter(load_texts("prose"))).text
+
+
+def _names(listed: str) -> list[str]:
+    return [name for name in listed.split(",") if name]
 
 
 def _folder(folder: Path | None) -> Path:

@@ -37,9 +37,9 @@ PLAIN = Profile()
 class PrefillWorker:
     """Provider of a prefill worker: computes the cache and sends it by the profile that the controller chooses.
 
-    ``profiles`` by name; ``measured`` says what they cost, by raw bytes, as :func:`measure_streams` finds it. No compression is
-    always there, as ``none``. Where the SLO is not expected to be kept the request is refused, and the decode side computes
-    for itself. A request's ``options`` may name a ``profile`` (experiments).
+    ``profiles`` by name; ``measured`` says what they cost, by raw bytes, as :func:`measure_streams` finds it. No
+    compression is always there, as ``none``. Where the SLO is not expected to be kept the request is refused, and the
+    decode side computes for itself. A request's ``options`` may name a ``profile`` (experiments).
     """
 
     def __init__(

@@ -340,8 +340,10 @@ class KVServer:
             return
         transfer.picked = time.monotonic()
         request = transfer.request
-        if "rate" in request.options:
-            self.shaper.rate = request.options["rate"]
+        rate = request.options.get("rate", self.shaper.rate)
+        if rate != self.shaper.rate:  # another link, of which nothing is known
+            self.shaper.rate = rate
+            self.goodput = GoodputEstimator(least_bytes=_TELLING)
         offer = self.provider.offer(request, self.goodput.bandwidth)
         transfer.decided = time.monotonic()
         transfer.offer = offer

@@ -7,11 +7,10 @@ import torch
 
 from diffkv_repro.core.threads import one_thread
 from diffkv_repro.kvserve.client import KVClient
-from diffkv_repro.kvserve.controller import ControllerSettings
 from diffkv_repro.kvserve.decision import Decision
-from diffkv_repro.kvserve.disagg import DecodeWorker, PrefillWorker, Prompted, greedy, measure_streams
+from diffkv_repro.kvserve.disagg import DecodeWorker, Prompted, greedy, measure_streams
 from diffkv_repro.kvserve.keys import Keys
-from diffkv_repro.kvserve.latency import MeasuredProfile
+from diffkv_repro.kvserve.latency import ANY_WORKLOAD, MeasuredProfile
 from diffkv_repro.kvserve.layout import KVLayout
 from diffkv_repro.kvserve.link import LinkSettings
 from diffkv_repro.kvserve.profile import Profile
@@ -19,17 +18,17 @@ from diffkv_repro.kvserve.quality import Judge
 from diffkv_repro.kvserve.server import Served
 from diffkv_repro.kvserve.sources import MadeUpSource, ModelSource, Source
 from diffkv_repro.models import load_model
-from diffkv_repro.workloads import load_texts
 
 GBPS = 1e9 / 8
 _JUDGED, _CONTINUED = 256, 48
 _SHORT = (8, 64)
+_RANKED = 4000  # characters
 
 
-def open_source(model: str, made_up: str | None) -> Source:
-    """A model's prefill, or random numbers of a shape as ``30x3x64``."""
+def open_source(model: str, made_up: str | None, text: str) -> Source:
+    """A model's prefill, its heads ranked on ``text``, or random numbers of a shape as ``30x3x64``."""
     if made_up is None:
-        return ModelSource(load_model(model), head_text=_text())
+        return ModelSource(load_model(model), head_text=text[:_RANKED])
     try:
         layers, heads, dim = map(int, made_up.split("x"))
     except ValueError:
@@ -38,23 +37,22 @@ def open_source(model: str, made_up: str | None) -> Source:
 
 
 def measured_profiles(
-    source: Source, names: Sequence[str], tokens: int
+    source: Source, names: Sequence[str], tokens: int, *, text: str = "", judge: bool = True
 ) -> tuple[dict[str, Profile], dict[float, list[MeasuredProfile]]]:
-    """The named profiles with their costs on this machine, by raw bytes, and, for a model, what they do to its text.
+    """The named profiles with their costs on this machine, by raw bytes, and what they do to a model on ``text``.
 
-    Short prompts have costs of their own: what a layer takes whatever its size is then most of it.
+    Short prompts have costs of their own: what a layer takes whatever its size is then most of it. Without ``judge``
+    every profile counts as good as no compression.
     """
     profiles = {name: Profile.named(name) for name in names}
     for profile in profiles.values():
         profile.codec.require()
     ids, quality = list(range(1, tokens + 1)), {}
     if isinstance(source, ModelSource):
-        all_ids = source.loaded.tokenizer(_text(), return_tensors="pt").input_ids[:, :tokens]
+        all_ids = source.loaded.tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
         ids = all_ids[0].tolist()
-        assets = source.compute(ids[:8]).assets
-        with one_thread():
-            judge = Judge(source.loaded, [all_ids[:, :_JUDGED]], continuation=min(_CONTINUED, len(ids) // 2))
-            quality = {name: {"*": judge.judge(profile, assets).relative} for name, profile in profiles.items()}
+        if judge:
+            quality = _judged(source, profiles, all_ids[:, :_JUDGED])
     counts = sorted({count for count in (*_SHORT, len(ids)) if count <= len(ids)})
     return profiles, {
         float(source.layout.raw_bytes(count)): measure_streams(profiles, source, ids[:count], quality=quality)
@@ -62,19 +60,25 @@ def measured_profiles(
     }
 
 
-def prefill_worker(
-    source: Source, names: Sequence[str], tokens: int, say: Callable[[str], Any],
-    settings: ControllerSettings | None = None,
-) -> PrefillWorker:  # fmt: skip
-    """A prefill worker with the named profiles, measured here and now."""
-    profiles, measured = measured_profiles(source, names, tokens)
+def _judged(source: ModelSource, profiles: Mapping[str, Profile], ids: torch.Tensor) -> dict[str, dict[str, float]]:
+    assets = source.compute(ids[0, :8].tolist()).assets
+    with one_thread():
+        judge = Judge(source.loaded, [ids], continuation=min(_CONTINUED, ids.shape[1] // 2))
+        return {name: {"*": judge.judge(profile, assets).relative} for name, profile in profiles.items()}
+
+
+def words_of(measured: Mapping[float, Sequence[MeasuredProfile]]) -> str:
+    """What was measured, a line a profile."""
+    lines = []
     for size, those in measured.items():
-        say(f"measured on {size / 1e6:.2f} MB of cache:")
-        for one in those:
-            say(f"    {one.name}: {one.ratio:.2f} times smaller, encodes {one.encode / 1e6:.0f} and decodes "
-                f"{one.decode / 1e6:.0f} MB/s, pays below {one.break_even / GBPS:.3f} Gbps, "
-                f"quality {one.quality_of('*'):.3f}")  # fmt: skip
-    return PrefillWorker(source, profiles, measured, settings)
+        lines.append(f"measured on {size / 1e6:.2f} MB of cache:")
+        lines += [
+            f"    {one.name}: {one.ratio:.2f} times smaller, encodes {one.encode / 1e6:.0f} and decodes "
+            f"{one.decode / 1e6:.0f} MB/s, pays below {one.break_even / GBPS:.3f} Gbps, "
+            f"quality {one.quality_of(ANY_WORKLOAD):.3f}"
+            for one in those
+        ]
+    return "\n".join(lines)
 
 
 def describe(report: Served) -> str:
@@ -121,7 +125,3 @@ def decode_texts(
     finally:
         if client is not None:
             client.close()
-
-
-def _text() -> str:
-    return next(iter(load_texts("prose"))).text

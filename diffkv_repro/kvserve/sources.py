@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,8 +35,27 @@ class Source(Protocol):
     def compute(self, ids: Sequence[int]) -> Computed: ...
 
 
+class _Kept:
+    """Caches of the last prompts, with the seconds that they took at first. One at a time is computed, as on a GPU."""
+
+    def __init__(self, most: int) -> None:
+        require_whole("kept", most, 0)
+        self._most = most
+        self._kept: OrderedDict[tuple[int, ...], Computed] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, ids: tuple[int, ...], compute: Callable[[tuple[int, ...]], Computed]) -> Computed:
+        with self._lock:
+            found = self._kept.pop(ids, None) or compute(ids)
+            if self._most:
+                self._kept[ids] = found
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+            return found
+
+
 class ModelSource:
-    """Prefill by a model. Caches of the last ``kept`` prompts stay in memory, with the seconds that they took at first.
+    """Prefill by a model. Caches of the last ``kept`` prompts stay in memory.
 
     ``head_text`` is what attention heads are ranked on, once, for profiles with a ladder of heads.
     """
@@ -44,11 +63,8 @@ class ModelSource:
     def __init__(
         self, loaded: LoadedModel, *, dtype: torch.dtype = torch.float16, kept: int = 2, head_text: str | None = None
     ) -> None:
-        require_whole("kept", kept, 0)
         self.loaded, self.layout = loaded, KVLayout.of(loaded, dtype)
-        self._dtype, self._most = dtype, kept
-        self._kept: OrderedDict[tuple[int, ...], Computed] = OrderedDict()
-        self._lock = threading.Lock()
+        self._dtype, self._kept = dtype, _Kept(kept)
         self._assets = Assets() if head_text is None else Assets(heads=score_heads(loaded, [head_text]))
 
     def compute(self, ids: Sequence[int]) -> Computed:
@@ -57,37 +73,33 @@ class ModelSource:
         most = self.loaded.model.config.get_text_config().vocab_size
         if not own or max(own) >= most or min(own) < 0:
             raise ValueError(f"ids of {len(own)} tokens up to {max(own, default=0)}; the vocabulary has {most}")
-        with self._lock:  # one prefill at a time, as on one GPU
-            if own in self._kept:
-                self._kept.move_to_end(own)
-                return self._kept[own]
-            started = time.perf_counter()
-            with one_thread():
-                kv = prefill(self.loaded, torch.tensor([own]), dtype=self._dtype).kv
-            found = Computed(kv, time.perf_counter() - started, self._assets)
-            if self._most:
-                self._kept[own] = found
-                while len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
-            return found
+        return self._kept.get(own, self._prefill)
+
+    def _prefill(self, ids: tuple[int, ...]) -> Computed:
+        started = time.perf_counter()
+        with one_thread():
+            kv = prefill(self.loaded, torch.tensor([ids]), dtype=self._dtype).kv
+        return Computed(kv, time.perf_counter() - started, self._assets)
 
 
 class MadeUpSource:
     """Caches of random numbers that depend on the tokens alone, so that two processes make the same.
 
-    As in a real cache, a prefix of the tokens has the same numbers. ``seconds`` is what a token's prefill pretends to
-    take (it sleeps so long).
+    As in a real cache, a prefix of the tokens has the same numbers. A token's prefill takes ``seconds`` (a sleep).
     """
 
-    def __init__(self, layout: KVLayout, *, seconds: float = 0.0) -> None:
-        self.layout, self._seconds = layout, seconds
+    def __init__(self, layout: KVLayout, *, seconds: float = 0.0, kept: int = 2) -> None:
+        self.layout, self._seconds, self._kept = layout, seconds, _Kept(kept)
 
     def compute(self, ids: Sequence[int]) -> Computed:
         """Keys and values [kv_heads, tokens, head_dim] of every layer."""
-        layout = self.layout
+        return self._kept.get(tuple(map(int, ids)), self._make)
+
+    def _make(self, ids: tuple[int, ...]) -> Computed:
+        layout, started = self.layout, time.perf_counter()
         time.sleep(self._seconds * len(ids))
         shape = (2 * layout.layers, layout.kv_heads, layout.head_dim)
-        columns = [torch.randn(shape, generator=torch.Generator().manual_seed(int(one))) for one in ids]
+        columns = [torch.randn(shape, generator=torch.Generator().manual_seed(one)) for one in ids]
         both = torch.stack(columns, dim=2).to(layout.dtype)
         pairs = [(both[2 * layer], both[2 * layer + 1]) for layer in range(layout.layers)]
-        return Computed(KV.of(pairs), self._seconds * len(ids))
+        return Computed(KV.of(pairs), time.perf_counter() - started)
