@@ -1,6 +1,8 @@
 """``diffkv-repro serve``: disaggregated serving in two terminals, and a prefix store."""
 
 import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,7 @@ Endpoint = Annotated[str, typer.Option(help="Where the server listens, as tcp://
 KeyFolder = Annotated[Path | None, typer.Option("--keys", help="Folder of keys; by default that of `serve keys`.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No keys and no encryption: lets everybody in.")]
 Model = Annotated[str, typer.Option(help="Bundled name, folder, .gguf file or hub id.")]
+Parent = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input is closed.")]
 Shape = Annotated[str | None, typer.Option("--made-up", help="LAYERSxHEADSxDIM of random KV instead of a model.")]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5750"
 
@@ -45,6 +48,7 @@ def prefill(
     made_up: Shape = None,
     experiment: Annotated[bool, typer.Option("--experiment", help="Clients may choose profile and rate.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
+    with_parent: Parent = False,
 ) -> None:
     """Prefill worker: computes KV caches and sends them by the profile that the controller chooses for each."""
     from diffkv_repro.kvserve import serving
@@ -55,7 +59,7 @@ def prefill(
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
     typer.echo(serving.words_of(measured))
     worker = guarded(PrefillWorker, source, given, measured)
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience)
+    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
 
 
 @serve.command()
@@ -74,6 +78,7 @@ def store(
     made_up: Shape = None,
     experiment: Annotated[bool, typer.Option("--experiment", help="Clients may choose profile and rate.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
+    with_parent: Parent = False,
 ) -> None:
     """Prefix store: sends the longest stored prefix of a prompt, in the form that arrives first at this bandwidth."""
     from diffkv_repro.kvserve import serving
@@ -81,7 +86,7 @@ def store(
     source = guarded(serving.open_source, model, made_up)
     names = [name for name in profiles.split(",") if name]
     worker = guarded(serving.store_worker, source, folder, names, int(limit_gb * 1e9), add or [], typer.echo)
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience)
+    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
 
 
 @serve.command()
@@ -137,7 +142,7 @@ def _keys(folder: Path | None, role: str):
 
 
 def _run(worker, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, experiment: bool,
-         patience: float) -> None:  # fmt: skip
+         patience: float, with_parent: bool) -> None:  # fmt: skip
     from diffkv_repro.kvserve.link import LinkSettings
     from diffkv_repro.kvserve.server import KVServer
     from diffkv_repro.kvserve.serving import describe
@@ -152,6 +157,8 @@ def _run(worker, endpoint: str, folder: Path | None, insecure: bool, gbps: float
     )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
+    if with_parent:
+        threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
     shaped = "" if gbps is None else f", shaped to {gbps:g} Gbps"
     typer.echo(f"listening on {server.endpoint}{', encrypted' if given else ', NOT encrypted'}{shaped}")
     server.run()

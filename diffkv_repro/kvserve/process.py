@@ -24,9 +24,10 @@ class ServerProcess:
         given = ["--keys", str(keys)] if keys is not None else ["--insecure"]
         command = [sys.executable, "-m", "diffkv_repro.cli", "serve", *arguments, *given]
         command += [] if "--endpoint" in arguments else ["--endpoint", "tcp://127.0.0.1:*"]
+        command.append("--with-parent")  # it ends with this process, however that ends
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
         self.said: list[str] = []
         self._found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -65,6 +66,7 @@ class ServerProcess:
             self.kill()
         self._reader.join(timeout=2)
         self.process.stdout.close()
+        self.process.stdin.close()
         return self.process.returncode
 
     def wait_for(self, text: str, within: float = 10.0) -> bool:

@@ -10,6 +10,8 @@ import pandas as pd
 
 from diffkv_repro.kvserve.client import Ask, Fetched, KVClient
 from diffkv_repro.kvserve.envelope_facts import GBPS
+from diffkv_repro.kvserve.frame import Frame
+from diffkv_repro.kvserve.header import FrameError
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile
 
 ADAPTIVE = "adaptive"
@@ -152,3 +154,17 @@ def poisson(rate: float, count: int, seed: int) -> np.ndarray:
     """``count`` arrival times of ``rate`` a second, the first at 0."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
     return np.cumsum(gaps) - gaps[0]
+
+
+def refused_share(frame: Frame, count: int, seed: int) -> float:
+    """Share of ``count`` copies of a frame, each with a byte changed or, every fourth, cut short, that are refused."""
+    whole, generator, refused = frame.to_bytes(), np.random.default_rng(seed), 0
+    for number in range(count):
+        at = int(generator.integers(len(whole)))
+        damaged = bytearray(whole)
+        damaged[at] ^= int(generator.integers(1, 256))
+        try:
+            Frame.from_bytes(whole[:at] if number % 4 == 0 else bytes(damaged), frame.header.layout)
+        except FrameError:
+            refused += 1
+    return refused / count
