@@ -72,6 +72,8 @@ def store(
     profiles: Annotated[str, typer.Option(help="Names of profiles to keep each prompt in, besides none.")] = PROFILES,
     limit_gb: Annotated[float, typer.Option(min=0.001, help="Size at which the least recently used go.")] = 4.0,
     gbps: Annotated[float | None, typer.Option(min=0, help="Shape the link to so many Gbit/s.")] = None,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens of the prompt that profiles are measured on.")] = 512,
+    judge: Annotated[bool, typer.Option(help="Measure what profiles do to the model's text.")] = True,
     add: Annotated[
         list[Path] | None, typer.Option(help="Text file whose cache to store first; may be repeated.")
     ] = None,
@@ -82,10 +84,18 @@ def store(
 ) -> None:
     """Prefix store: sends the longest stored prefix of a prompt, in the form that arrives first at this bandwidth."""
     from diffkv_repro.kvserve import serving
+    from diffkv_repro.kvserve.store import PrefixStore
+    from diffkv_repro.kvserve.store_worker import StoreWorker
 
-    source = guarded(serving.open_source, model, made_up)
-    names = [name for name in profiles.split(",") if name]
-    worker = guarded(serving.store_worker, source, folder, names, int(limit_gb * 1e9), add or [], typer.echo)
+    text = _text()
+    source = guarded(serving.open_source, model, made_up, text)
+    given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
+    typer.echo(serving.words_of(measured))
+    kept = guarded(PrefixStore, folder, source.layout, limit_bytes=int(limit_gb * 1e9))
+    texts = {path.name: guarded(path.read_text, encoding="utf-8") for path in add or []}
+    guarded(serving.fill_store, kept, source, given, texts, typer.echo)
+    typer.echo(f"{len(kept.entries)} caches in {folder}, {kept.nbytes / 1e6:.1f} MB")
+    worker = guarded(StoreWorker, kept, measured[max(measured)])
     _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
 
 

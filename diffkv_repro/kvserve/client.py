@@ -20,21 +20,24 @@ from diffkv_repro.kvserve.keys import Keys, secure_client
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.link import LOOPBACK, Incoming, LinkError, LinkSettings
 from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
-from diffkv_repro.kvserve.store_keys import prompt_digest
+from diffkv_repro.kvserve.store_keys import block_digests, prompt_digest
 
 _MOST_MESSAGE = 1 << 21
-# A frame may be larger than the raw cache by what its headers take, and a lossless codec by a little more.
-_MOST_OVER_RAW, _SLACK = 2, 1 << 20
+_SLACK = 1 << 20  # headers, scales
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: the cache of ``ids``, on what terms; see ``ServiceContext``. ``options`` are for experiments."""
+    """A request: the cache of ``ids``, on what terms; see ``ServiceContext``.
+
+    ``recompute``: seconds that computing it here would take, which a store has to beat. ``options``: for experiments.
+    """
 
     ids: tuple[int, ...]
     workload: str = "*"
     slo: float = float("inf")
     min_quality: float = 0.0
+    recompute: float = float("inf")
     overlap: bool = True
     options: Mapping[str, Any] | None = None
 
@@ -184,9 +187,9 @@ class _Fetch:
     def __init__(self, client: KVClient, ask: Ask, started: float) -> None:
         self.client, self.ask, self.started = client, ask, started
         self.id = uuid.uuid4().hex
-        raw = client.layout.raw_bytes(len(ask.ids))
+        raw = client.layout.raw_bytes(2 * len(ask.ids))
         window = client.settings.window_bytes
-        self.incoming = Incoming(window, _MOST_OVER_RAW * raw + _SLACK, overlap=ask.overlap)
+        self.incoming = Incoming(window, raw + _SLACK, overlap=ask.overlap)
         self.start: Message | None = None
         self.end: Message | None = None
         self.layers: list = []
@@ -199,7 +202,7 @@ class _Fetch:
         client._send(
             "ask", self.id, np.asarray(ask.ids, dtype="<u4").tobytes(), tokens=len(ask.ids),
             model=client.layout.fingerprint.hex(), workload=ask.workload, slo=ask.slo, min_quality=ask.min_quality,
-            window=given.window_bytes, overlap=ask.overlap, options=dict(ask.options or {}),
+            recompute=ask.recompute, window=given.window_bytes, overlap=ask.overlap, options=dict(ask.options or {}),
         )  # fmt: skip
         try:
             self._receive_all()
@@ -258,16 +261,22 @@ class _Fetch:
             raise LinkError(f"{self.client.endpoint} said {message.kind} out of turn")
 
     def _check(self, header: Header) -> None:
-        tokens = self.start["tokens"]
-        if header.tokens != tokens or header.start:
-            raise FrameError(f"a frame of {header.tokens} tokens from {header.start}; {tokens} from 0 were announced")
-        if header.metadata.get("prompt") != prompt_digest(self.ask.ids[:tokens]):
+        tokens, whole, ids = self.start["tokens"], self.start["whole"], self.ask.ids
+        if header.tokens != whole or header.start:
+            raise FrameError(f"a frame of {header.tokens} tokens from {header.start}; {whole} from 0 were announced")
+        given = header.metadata
+        if whole == tokens and given.get("prompt") == prompt_digest(ids[:tokens]):
+            return
+        block, blocks = given.get("block"), given.get("blocks")
+        if not isinstance(block, int) or block < 1 or tokens % block or not isinstance(blocks, list):
+            raise FrameError("a frame of another prompt")
+        if blocks[tokens // block - 1 : tokens // block] != block_digests(ids[:tokens], block)[-1:]:
             raise FrameError("a frame of another prompt")
 
     def _decode(self) -> None:
         incoming, began = self.incoming, time.perf_counter()
         try:
-            raw = self.client.layout.raw_bytes(len(self.ask.ids))
+            raw = self.client.layout.raw_bytes(2 * len(self.ask.ids))
             read = receive(incoming.read, self.client.layout, assets=self.client.assets, limit=raw, check=self._check)
             self.layers = list(read)
             if not incoming.at_end():
@@ -288,9 +297,9 @@ class _Fetch:
                 send = message["send"]
                 break
         stages = Stages(end["prefill"], end["encode"], end["queue"], send, max(0.0, self.decode), total)
-        kv = KV(tuple(self.layers))
-        raw = client.layout.raw_bytes(kv.tokens)
         start = self.start
+        raw = client.layout.raw_bytes(start["whole"])
+        kv = KV(tuple(self.layers)).first(start["tokens"])
         return Fetched(kv, start["profile"], start["why"], start["predicted"], stages, end["bytes"], raw)
 
 

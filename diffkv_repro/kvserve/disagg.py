@@ -145,7 +145,10 @@ class Prompted:
 
 
 class DecodeWorker:
-    """Gets caches from a server and, where that fails for whatever reason, from its own model: each request once."""
+    """Gets caches from a server and, where that fails for whatever reason, from its own model: each request once.
+
+    Of a prompt of which only a prefix arrives, the rest is computed here.
+    """
 
     def __init__(self, source: Source, client: KVClient | None) -> None:
         if client is not None and client.layout != source.layout:
@@ -159,9 +162,10 @@ class DecodeWorker:
         if self.client is not None:
             try:
                 fetched = self.client.fetch(ask)
-                if fetched.kv.tokens == len(ask.ids):
-                    return Prompted(fetched.kv, time.monotonic() - started, fetched)
-                reason = f"only {fetched.kv.tokens} of {len(ask.ids)} tokens came"
+                kv = fetched.kv
+                if kv.tokens < len(ask.ids):
+                    kv = self.source.extend(kv, ask.ids)
+                return Prompted(kv, time.monotonic() - started, fetched)
             except (LinkError, FrameError) as error:
                 reason = first_line(error)
         computed = self.source.compute(ask.ids)

@@ -144,6 +144,24 @@ def receive(
         yield _decoded(_section(read, header, layer), header, layer, used)
 
 
+def frame_length(
+    read: Callable[[int], Any], seek: Callable[[int, int], Any], layout: KVLayout, *, limit: int = LIMIT
+) -> tuple[Header, int]:
+    """Header and length of the frame in a file, from the heads of its sections alone; their bodies are skipped.
+
+    Raises FrameError for a header that is none of ``layout``.
+    """
+    header = Header.read(read, layout, limit)
+    total = len(header.packed)
+    for layer in range(layout.layers):
+        index, _, length, _ = _SECTION.unpack(bytes(read(_SECTION.size)))
+        if index != layer:
+            raise FrameError(f"section {layer} says layer {index}")
+        seek(length, 1)
+        total += _SECTION.size + length
+    return header, total
+
+
 def _sections(header: Header, layers: Iterable[LayerKV], assets: Assets) -> Iterator[bytes]:
     profile, layout = header.profile, header.layout
     profile.codec.require()

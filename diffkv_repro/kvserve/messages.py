@@ -21,12 +21,12 @@ _TEXT, _COUNT, _SECONDS, _FLAG, _MAP = str, int, float, bool, dict
 _FIELDS: dict[str, dict[str, type]] = {
     "ask": {
         "tokens": _COUNT, "model": _TEXT, "workload": _TEXT, "slo": _SECONDS, "min_quality": _SECONDS,
-        "window": _COUNT, "overlap": _FLAG, "options": _MAP,
+        "recompute": _SECONDS, "window": _COUNT, "overlap": _FLAG, "options": _MAP,
     },
     "credit": {"received": _COUNT, "used": _COUNT},
     "done": {"decode": _SECONDS},
     "cancel": {"reason": _TEXT},
-    "start": {"profile": _TEXT, "why": _TEXT, "predicted": _SECONDS, "tokens": _COUNT, "prompt": _TEXT},
+    "start": {"profile": _TEXT, "why": _TEXT, "predicted": _SECONDS, "tokens": _COUNT, "whole": _COUNT},
     "piece": {},
     "end": {"bytes": _COUNT, "prefill": _SECONDS, "encode": _SECONDS, "queue": _SECONDS},
     "refuse": {"reason": _TEXT},

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffkv_repro.kvserve.assets import Assets
-from diffkv_repro.kvserve.layout import KV, KVLayout
+from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
 from diffkv_repro.kvserve.prefill import prefill
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.models.hf import AttentionCall, intercept_attention
@@ -37,6 +37,17 @@ class Continuation:
         with torch.inference_mode(), intercept_attention(loaded.model, self._attend):
             logits = loaded.model(ids.to(loaded.device), past_key_values=self._cache).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
+
+    def kv(self, dtype: torch.dtype) -> KV:
+        """The cache as it is now, in ``dtype``; what was dropped of it still is."""
+        layers = []
+        for layer, kept in zip(self._cache.layers, self._kept, strict=True):
+            key, value = (side[0].to("cpu", dtype) for side in (layer.keys, layer.values))
+            there = (
+                None if kept is None else torch.nn.functional.pad(kept, (0, key.shape[1] - kept.shape[1]), value=True)
+            )
+            layers.append(LayerKV(key, value, there))
+        return KV(tuple(layers))
 
     def _attend(self, call: AttentionCall) -> Tensor:
         queries, keys = call.query.shape[2], call.key.shape[2]

@@ -44,6 +44,7 @@ class Request:
     workload: str
     slo: float
     min_quality: float
+    recompute: float
     overlap: bool
     options: Mapping[str, Any]
     waited: float = 0.0
@@ -51,7 +52,10 @@ class Request:
 
 @dataclass
 class Offer:
-    """A provider's answer: ``pieces`` of a frame of the first ``tokens`` of the prompt, made as they are asked for."""
+    """A provider's answer: ``pieces`` of a frame, made as they are asked for, whose first ``tokens`` are the prompt's.
+
+    ``whole`` counts all of the frame's tokens; ``subject`` is the provider's own, for when it was served.
+    """
 
     pieces: Iterable[bytes]
     tokens: int
@@ -61,6 +65,10 @@ class Offer:
     prefill: float = 0.0
     prompt: str = ""
     subject: Any = None
+    whole: int = 0
+
+    def __post_init__(self) -> None:
+        self.whole = self.whole or self.tokens
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,7 @@ class KVServer:
                 given = transfer.offer
                 transfer.announced = self._say(
                     transfer, "start", profile=given.profile, why=given.why, predicted=given.predicted,
-                    tokens=given.tokens, prompt=given.prompt,
+                    tokens=given.tokens, whole=given.whole,
                 )  # fmt: skip
             for _ in range(32):
                 now = time.monotonic()
@@ -269,7 +277,7 @@ class KVServer:
         if message["options"] and not self.experiment:
             raise Refusal("options are for experiments: start the server with --experiment")
         ids = np.frombuffer(message.body, dtype="<u4").tolist()
-        names = ("model", "workload", "slo", "min_quality", "overlap", "options")
+        names = ("model", "workload", "slo", "min_quality", "recompute", "overlap", "options")
         return Request(tuple(ids), **{name: message[name] for name in names})
 
     def _done(self, transfer: _Transfer, decode: float, now: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from diffkv_repro.core.threads import one_thread
-from diffkv_repro.kvserve.client import KVClient
+from diffkv_repro.kvserve.client import KVClient, prompt_of
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.disagg import DecodeWorker, Prompted, greedy, measure_streams
 from diffkv_repro.kvserve.keys import Keys
@@ -17,6 +17,8 @@ from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.quality import Judge
 from diffkv_repro.kvserve.server import Served
 from diffkv_repro.kvserve.sources import MadeUpSource, ModelSource, Source
+from diffkv_repro.kvserve.store import PrefixStore
+from diffkv_repro.kvserve.store_worker import fill
 from diffkv_repro.models import load_model
 
 GBPS = 1e9 / 8
@@ -79,6 +81,21 @@ def words_of(measured: Mapping[float, Sequence[MeasuredProfile]]) -> str:
             for one in those
         ]
     return "\n".join(lines)
+
+
+def fill_store(
+    store: PrefixStore, source: Source, profiles: Mapping[str, Profile], texts: Mapping[str, str],
+    say: Callable[[str], Any],
+) -> None:  # fmt: skip
+    """Keep the cache of each text, by name, in every form."""
+    for name, text in texts.items():
+        if isinstance(source, ModelSource):
+            ids = prompt_of(source.loaded.tokenizer(text).input_ids)
+        else:
+            ids = tuple(int(word) for word in text.split())
+        say(
+            f"{name}: {len(ids)} tokens in {1 + len(profiles)} forms, {fill(store, source, ids, profiles) / 1e6:.1f} MB"
+        )
 
 
 def describe(report: Served) -> str:

@@ -14,6 +14,7 @@ from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.heads import score_heads
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.prefill import prefill
+from diffkv_repro.kvserve.quality import Continuation
 from diffkv_repro.kvserve.registry import require_whole
 from diffkv_repro.models.zoo import LoadedModel
 
@@ -34,6 +35,8 @@ class Source(Protocol):
 
     def compute(self, ids: Sequence[int]) -> Computed: ...
 
+    def extend(self, kv: KV, ids: Sequence[int]) -> KV: ...
+
 
 class _Kept:
     """Caches of the last prompts, with the seconds that they took at first. One at a time is computed, as on a GPU."""
@@ -42,10 +45,10 @@ class _Kept:
         require_whole("kept", most, 0)
         self._most = most
         self._kept: OrderedDict[tuple[int, ...], Computed] = OrderedDict()
-        self._lock = threading.Lock()
+        self.one = threading.Lock()
 
     def get(self, ids: tuple[int, ...], compute: Callable[[tuple[int, ...]], Computed]) -> Computed:
-        with self._lock:
+        with self.one:
             found = self._kept.pop(ids, None) or compute(ids)
             if self._most:
                 self._kept[ids] = found
@@ -75,6 +78,13 @@ class ModelSource:
             raise ValueError(f"ids of {len(own)} tokens up to {max(own, default=0)}; the vocabulary has {most}")
         return self._kept.get(own, self._prefill)
 
+    def extend(self, kv: KV, ids: Sequence[int]) -> KV:
+        """The cache of all of ``ids``, of which ``kv`` holds the first; only the others are computed."""
+        with self._kept.one, one_thread():
+            going = Continuation(self.loaded, kv)
+            going.step(torch.tensor([list(map(int, ids[kv.tokens :]))]))
+            return going.kv(self._dtype)
+
     def _prefill(self, ids: tuple[int, ...]) -> Computed:
         started = time.perf_counter()
         with one_thread():
@@ -94,6 +104,12 @@ class MadeUpSource:
     def compute(self, ids: Sequence[int]) -> Computed:
         """Keys and values [kv_heads, tokens, head_dim] of every layer."""
         return self._kept.get(tuple(map(int, ids)), self._make)
+
+    def extend(self, kv: KV, ids: Sequence[int]) -> KV:
+        """The cache of all of ``ids``, of which ``kv`` holds the first."""
+        rest = self._make(tuple(map(int, ids[kv.tokens :]))).kv
+        pairs = zip(kv.pairs, rest.pairs, strict=True)
+        return KV.of([tuple(torch.cat(parts, dim=1) for parts in zip(*two, strict=True)) for two in pairs])
 
     def _make(self, ids: tuple[int, ...]) -> Computed:
         layout, started = self.layout, time.perf_counter()
