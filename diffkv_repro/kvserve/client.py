@@ -118,6 +118,7 @@ class KVClient:
         """Let the connection go."""
         with suppress(zmq.ZMQError):
             self._socket.disable_monitor()
+        self._monitor.close(linger=0)  # an open one would keep the context from ending
         self._socket.close(linger=0)
         self._context.term()
 
