@@ -3,9 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,72 +17,12 @@ from diffkv_repro.kvserve.header import FrameError, Header
 from diffkv_repro.kvserve.keys import Keys, secure_client
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.link import LOOPBACK, Incoming, LinkError, LinkSettings
-from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
+from diffkv_repro.kvserve.messages import MOST_HEADER, Message, MessageError, pack, unpack
 from diffkv_repro.kvserve.store_keys import block_digests, prompt_digest
+from diffkv_repro.kvserve.terms import Ask, Fetched, Stages
 
 _MOST_MESSAGE = 1 << 21
 _SLACK = 1 << 20  # headers, scales
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request: the cache of ``ids``, on what terms; see ``ServiceContext``.
-
-    ``recompute``: seconds that computing it here would take, which a store has to beat. ``options``: for experiments.
-    """
-
-    ids: tuple[int, ...]
-    workload: str = "*"
-    slo: float = float("inf")
-    min_quality: float = 0.0
-    recompute: float = float("inf")
-    overlap: bool = True
-    options: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(map(int, self.ids)))
-        if not 1 <= len(self.ids) <= MOST_TOKENS:
-            raise ValueError(f"ids are {len(self.ids)} tokens; 1 to {MOST_TOKENS} are allowed")
-        if not self.slo > 0:
-            raise ValueError(f"slo is {self.slo} s; it must be above 0")
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Seconds of each stage: ``total`` from asking to the last layer decoded, which with overlap is less than the sum.
-
-    ``send`` is the time during which the link had something to carry.
-    """
-
-    prefill: float = 0.0
-    encode: float = 0.0
-    queue: float = 0.0
-    send: float = 0.0
-    decode: float = 0.0
-    total: float = 0.0
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A cache that came, of the first ``kv.tokens`` of the prompt, by ``profile``, and what the server said of it."""
-
-    kv: KV
-    profile: str
-    why: str
-    predicted: float
-    stages: Stages
-    sent_bytes: int
-    raw_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Raw bytes over bytes sent."""
-        return self.raw_bytes / self.sent_bytes
-
-    @property
-    def goodput(self) -> float | None:
-        """Bytes a second that the link gave, None where no receipt came."""
-        return self.sent_bytes / self.stages.send if self.stages.send > 0 else None
 
 
 class KVClient:
@@ -302,10 +240,3 @@ class _Fetch:
         raw = client.layout.raw_bytes(start["whole"])
         kv = KV(tuple(self.layers)).first(start["tokens"])
         return Fetched(kv, start["profile"], start["why"], start["predicted"], stages, end["bytes"], raw)
-
-
-def prompt_of(ids: Sequence[int]) -> tuple[int, ...]:
-    """What is prefilled of a prompt: all but its last token, which the decode side asks first."""
-    if len(ids) < 2:
-        raise ValueError(f"a prompt of {len(ids)} tokens; at least 2 are needed, the last of which starts decoding")
-    return tuple(int(one) for one in ids[:-1])

@@ -16,7 +16,7 @@ import torch
 
 from diffkv_repro.core.errors import first_line
 from diffkv_repro.core.threads import one_thread
-from diffkv_repro.kvserve.client import Ask, Fetched, KVClient, prompt_of
+from diffkv_repro.kvserve.client import KVClient
 from diffkv_repro.kvserve.controller import Controller, ControllerSettings, Library
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.frame import receive
@@ -26,9 +26,9 @@ from diffkv_repro.kvserve.layout import KV
 from diffkv_repro.kvserve.link import LinkError
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.quality import Continuation
-from diffkv_repro.kvserve.server import Offer, Refusal, Request, Served
 from diffkv_repro.kvserve.sources import Source
 from diffkv_repro.kvserve.store_keys import prompt_digest
+from diffkv_repro.kvserve.terms import Ask, Fetched, Offer, Refusal, Request, Served, prompt_of
 from diffkv_repro.models.zoo import LoadedModel
 
 PLAIN = Profile()

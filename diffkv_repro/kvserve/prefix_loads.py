@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from diffkv_repro.kvserve.client import Ask
 from diffkv_repro.kvserve.disagg import DecodeWorker
 from diffkv_repro.kvserve.envelope_facts import GBPS
+from diffkv_repro.kvserve.terms import Ask
 
 RECOMPUTE = "recompute"
 

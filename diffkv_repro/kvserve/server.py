@@ -9,9 +9,9 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zmq
@@ -23,80 +23,13 @@ from diffkv_repro.kvserve.keys import Keys, secure_server
 from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, Outgoing
 from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
 from diffkv_repro.kvserve.shaper import Shaper
+from diffkv_repro.kvserve.terms import Offer, Provider, Refusal, Request, Served
 
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 64
 _TELLING = 1 << 18  # fewer bytes say more about latency than about bandwidth
 _IDLE_MS = 20
-
-
-class Refusal(Exception):
-    """A provider's no, with the reason that the client is told."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a client asks for: the KV cache of ``ids``, with what the controller has to know."""
-
-    ids: tuple[int, ...]
-    model: str
-    workload: str
-    slo: float
-    min_quality: float
-    recompute: float
-    overlap: bool
-    options: Mapping[str, Any]
-    waited: float = 0.0
-
-
-@dataclass
-class Offer:
-    """A provider's answer: ``pieces`` of a frame, made as they are asked for, whose first ``tokens`` are the prompt's.
-
-    ``whole`` counts all of the frame's tokens; ``subject`` is the provider's own, for when it was served.
-    """
-
-    pieces: Iterable[bytes]
-    tokens: int
-    profile: str
-    why: str = ""
-    predicted: float = 0.0
-    prefill: float = 0.0
-    prompt: str = ""
-    subject: Any = None
-    whole: int = 0
-
-    def __post_init__(self) -> None:
-        self.whole = self.whole or self.tokens
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a transfer took, in seconds, once the far side has acknowledged: ``observed`` is all of it but waiting for
-    a turn, decoding at the far side included."""
-
-    offer: Offer
-    prefill: float
-    encode: float
-    queue: float
-    send: float
-    decode: float
-    observed: float
-    sent_bytes: int
-
-    @property
-    def goodput(self) -> float | None:
-        """Acknowledged bytes a second while the link had something to carry."""
-        return self.sent_bytes / self.send if self.send > 0 and self.sent_bytes else None
-
-
-class Provider(Protocol):
-    """Decides what a request gets. ``offer`` raises Refusal; ``served`` learns from what a transfer took."""
-
-    def offer(self, request: Request, bandwidth: float | None) -> Offer: ...
-
-    def served(self, report: Served) -> None: ...
 
 
 @dataclass
@@ -115,7 +48,6 @@ class _Transfer:
     announced: bool = False
     ended: bool = False
     refused: str = ""
-    extra: list[list[Any]] = field(default_factory=list)
 
 
 class KVServer:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from diffkv_repro.core.threads import one_thread
-from diffkv_repro.kvserve.client import KVClient, prompt_of
+from diffkv_repro.kvserve.client import KVClient
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.disagg import DecodeWorker, Prompted, greedy, measure_streams
 from diffkv_repro.kvserve.keys import Keys
@@ -15,10 +15,10 @@ from diffkv_repro.kvserve.layout import KVLayout
 from diffkv_repro.kvserve.link import LinkSettings
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.quality import Judge
-from diffkv_repro.kvserve.server import Served
 from diffkv_repro.kvserve.sources import MadeUpSource, ModelSource, Source
 from diffkv_repro.kvserve.store import PrefixStore
 from diffkv_repro.kvserve.store_worker import fill
+from diffkv_repro.kvserve.terms import Served, prompt_of
 from diffkv_repro.models import load_model
 
 GBPS = 1e9 / 8

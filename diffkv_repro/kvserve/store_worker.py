@@ -8,9 +8,9 @@ from diffkv_repro.kvserve.controller import Controller, ControllerSettings
 from diffkv_repro.kvserve.decision import Decision
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile, ServiceContext
 from diffkv_repro.kvserve.profile import Profile
-from diffkv_repro.kvserve.server import Offer, Refusal, Request, Served
 from diffkv_repro.kvserve.sources import Source
 from diffkv_repro.kvserve.store import PrefixStore
+from diffkv_repro.kvserve.terms import Offer, Refusal, Request, Served
 
 
 class StoreWorker:

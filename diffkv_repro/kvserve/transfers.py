@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from diffkv_repro.kvserve.client import Ask, Fetched, KVClient
+from diffkv_repro.kvserve.client import KVClient
 from diffkv_repro.kvserve.envelope_facts import GBPS
 from diffkv_repro.kvserve.frame import Frame
 from diffkv_repro.kvserve.header import FrameError
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile
+from diffkv_repro.kvserve.terms import Ask, Fetched
 
 ADAPTIVE = "adaptive"
 

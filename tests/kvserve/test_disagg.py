@@ -7,7 +7,7 @@ from link_helpers import LAYOUT, QUICK, client, server
 from tiny import save, tiny_llama
 
 from diffkv_repro.kvserve import NAMED
-from diffkv_repro.kvserve.client import Ask, KVClient, prompt_of
+from diffkv_repro.kvserve.client import KVClient
 from diffkv_repro.kvserve.disagg import DecodeWorker, PrefillWorker, generate, greedy, measure_streams
 from diffkv_repro.kvserve.keys import load_keys, make_keys
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile
@@ -17,6 +17,7 @@ from diffkv_repro.kvserve.quality import continue_from
 from diffkv_repro.kvserve.server import KVServer
 from diffkv_repro.kvserve.shaper import Shaper
 from diffkv_repro.kvserve.sources import MadeUpSource, ModelSource
+from diffkv_repro.kvserve.terms import Ask, prompt_of
 from diffkv_repro.models.zoo import load_model
 
 

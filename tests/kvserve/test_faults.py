@@ -11,11 +11,11 @@ from kvserve_helpers import same
 from link_helpers import LAYOUT, QUICK, cable, client, server
 
 from diffkv_repro.kvserve import client as client_module
-from diffkv_repro.kvserve.client import Ask
 from diffkv_repro.kvserve.disagg import DecodeWorker
 from diffkv_repro.kvserve.keys import make_keys
 from diffkv_repro.kvserve.link import LinkError, LinkSettings
 from diffkv_repro.kvserve.sources import MadeUpSource
+from diffkv_repro.kvserve.terms import Ask
 
 IDS = tuple(range(1, 301))
 SOURCE = MadeUpSource(LAYOUT)

@@ -13,7 +13,7 @@ from link_helpers import QUICK
 
 from diffkv_repro.core.files import WriteError
 from diffkv_repro.kvserve import NAMED, FrameError, Profile
-from diffkv_repro.kvserve.client import Ask, KVClient
+from diffkv_repro.kvserve.client import KVClient
 from diffkv_repro.kvserve.disagg import DecodeWorker, measure_streams
 from diffkv_repro.kvserve.layout import KVLayout
 from diffkv_repro.kvserve.link import LinkError
@@ -22,6 +22,7 @@ from diffkv_repro.kvserve.shaper import Shaper
 from diffkv_repro.kvserve.sources import MadeUpSource
 from diffkv_repro.kvserve.store import PrefixStore, StoreError
 from diffkv_repro.kvserve.store_worker import StoreWorker, fill
+from diffkv_repro.kvserve.terms import Ask
 
 LAYOUT = KVLayout(3, 1, 8, torch.float16, model="made up")
 SOURCE = MadeUpSource(LAYOUT, kept=8)
