@@ -57,7 +57,7 @@ def prefill(
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
-    typer.echo(serving.words_of(measured))
+    typer.echo(serving.words_of(measured, judged=judge and made_up is None))
     worker = guarded(PrefillWorker, source, given, measured)
     _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
 
@@ -90,7 +90,7 @@ def store(
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
-    typer.echo(serving.words_of(measured))
+    typer.echo(serving.words_of(measured, judged=judge and made_up is None))
     kept = guarded(PrefixStore, folder, source.layout, limit_bytes=int(limit_gb * 1e9))
     texts = {path.name: guarded(path.read_text, encoding="utf-8") for path in add or []}
     guarded(serving.fill_store, kept, source, given, texts, typer.echo)

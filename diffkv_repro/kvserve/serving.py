@@ -74,15 +74,15 @@ def _judged(source: ModelSource, profiles: Mapping[str, Profile], ids: torch.Ten
         return {name: {"*": judge.judge(profile, assets).relative} for name, profile in profiles.items()}
 
 
-def words_of(measured: Mapping[float, Sequence[MeasuredProfile]]) -> str:
-    """What was measured, a line a profile."""
+def words_of(measured: Mapping[float, Sequence[MeasuredProfile]], *, judged: bool) -> str:
+    """What was measured, a line a profile; quality only where it was ``judged``."""
     lines = []
     for size, those in measured.items():
         lines.append(f"measured on {size / 1e6:.2f} MB of cache:")
         lines += [
             f"    {one.name}: {one.ratio:.2f} times smaller, encodes {one.encode / 1e6:.0f} and decodes "
-            f"{one.decode / 1e6:.0f} MB/s, pays below {one.break_even / GBPS:.3f} Gbps, "
-            f"quality {one.quality_of(ANY_WORKLOAD):.3f}"
+            f"{one.decode / 1e6:.0f} MB/s, pays below {one.break_even / GBPS:.3f} Gbps"
+            + (f", quality {one.quality_of(ANY_WORKLOAD):.3f}" if judged else "")
             for one in those
         ]
     return "\n".join(lines)

@@ -52,6 +52,6 @@ def time_to_first_token(
     figure.update_yaxes(title_text="times as fast", row=1, col=2)
     figure.update_layout(
         title="Compression widens the range of links over which loading a prefix pays", height=640,
-        legend={"orientation": "h", "y": -0.15, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 180},
+        legend={"orientation": "h", "y": -0.19, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 200},
     )  # fmt: skip
     return figure

@@ -59,7 +59,7 @@ def architecture(boxes: Mapping[str, Sequence[str]], arrows: Sequence[tuple[str,
         )  # fmt: skip
     figure.update_xaxes(range=[0, 1.02], visible=False)
     figure.update_yaxes(range=[0, 1.02], visible=False)
-    figure.update_layout(title=title, height=620, margin={"l": 10, "r": 10, "t": 60, "b": 70})
+    figure.update_layout(title=title, height=470, margin={"l": 10, "r": 10, "t": 56, "b": 64})
     return figure
 
 
@@ -86,6 +86,7 @@ def completion(times: pd.DataFrame, chosen: Mapping[float, str], short: pd.Serie
     )
     ticks = [1, 1.5, 2, 3, 5, 10, 20]
     figure.update_yaxes(title_text="times as long as the best", type="log", row=1, col=1, tickvals=ticks,
+                        autorangeoptions_include=0.8,
                         ticktext=[f"{one:g}" for one in ticks])  # fmt: skip
     figure.update_yaxes(title_text="ms", rangemode="tozero", row=1, col=2)
     figure.update_layout(
@@ -99,14 +100,14 @@ def against_bandwidth(
     closed: pd.DataFrame, predicted: pd.DataFrame, thresholds: Mapping[str, float], replay: pd.DataFrame,
     published: Mapping[str, Sequence[float]], gbps: Sequence[float],
 ) -> go.Figure:  # fmt: skip
-    """Figure 13: measured one request at a time with equation 1 (left), and simulated with the paper's volume (right).
+    """Figure 13: measured one request at a time with equation 1, over B and B/B*, and simulated at the paper's volume.
 
     ``closed`` and ``predicted`` [Gbps, arm] in seconds; ``thresholds`` B* in Gbps; ``replay`` [Gbps, arm] in seconds
     next to ``published`` milliseconds.
     """
     figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.09,
-        subplot_titles=["measured, one request at a time", "simulated: ten requests, one a second"],
+        rows=1, cols=3, horizontal_spacing=0.07, column_widths=[0.36, 0.3, 0.34],
+        subplot_titles=["one at a time, measured", "the same, over B/B*", "ten, one a second, simulated"],
     )  # fmt: skip
     colour = colours(list(closed))
     for arm in closed:
@@ -123,6 +124,10 @@ def against_bandwidth(
     for place, (name, value) in enumerate(thresholds.items()):
         if value > 0:
             figure.add_vline(x=value, line={"color": colour[name], "width": 1, "dash": "dot"}, row=1, col=1)
+            figure.add_scatter(
+                x=closed.index / value, y=closed["none"] / closed[name], mode="markers+lines", legendgroup=name,
+                showlegend=False, name=name, line={"color": colour[name], "width": 1}, marker_size=7, row=1, col=2,
+            )  # fmt: skip
             figure.add_annotation(
                 x=math.log10(value), y=1.0 - 0.05 * place, yref="y domain", text="B*", showarrow=False, xanchor="left",
                 font={"color": colour[name], "size": 11}, row=1, col=1,
@@ -132,23 +137,28 @@ def against_bandwidth(
         simulated = "adaptive" if arm == "kvserve" else arm
         if simulated in replay:
             figure.add_scatter(
-                x=replay.index, y=replay[simulated], name=f"{name}, simulated", mode="lines", row=1, col=2,
+                x=replay.index, y=replay[simulated], name=f"{name}, simulated", mode="lines", row=1, col=3,
                 line={"color": tint, "width": 2, "dash": dash},
             )  # fmt: skip
         key = "default" if arm == "none" else arm
         if key in published:
             figure.add_scatter(
-                x=list(gbps), y=[value / 1e3 for value in published[key]], mode="markers", row=1, col=2,
+                x=list(gbps), y=[value / 1e3 for value in published[key]], mode="markers", row=1, col=3,
                 name=f"{name}, published", marker={"symbol": "x", "size": 9, "color": tint},
             )  # fmt: skip
-    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
+    for line in ({"x": 1}, {"y": 1}):
+        add = figure.add_vline if "x" in line else figure.add_hline
+        add(**line, line={"color": PAPER_COLOUR, "width": 1, "dash": "dash"}, row=1, col=2)
+    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
     figure.update_xaxes(type="log", title_text="Gbps", tickvals=ticks, ticktext=[f"{one:g}" for one in ticks])
     figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{one:g}" for one in ticks])
+    figure.update_xaxes(title_text="B / B*", row=1, col=2)
     figure.update_yaxes(title_text="seconds, without the model's", row=1, col=1)
-    figure.update_yaxes(title_text="seconds a request, model included", row=1, col=2)
+    figure.update_yaxes(title_text="times as fast as none", row=1, col=2)
+    figure.update_yaxes(title_text="seconds, model included", row=1, col=3)
     figure.update_layout(
-        title="One at a time, equation 1 holds; the paper's times need a queue", height=660,
-        legend={"orientation": "h", "y": -0.15, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 200},
+        title="One at a time, equation 1 holds; the paper's times need a queue", height=680,
+        legend={"orientation": "h", "y": -0.19, "yanchor": "top", "x": 0}, margin={"t": 96, "b": 220},
     )  # fmt: skip
     return figure
 
