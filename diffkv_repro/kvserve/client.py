@@ -50,7 +50,11 @@ class KVClient:
         )  # fmt: skip
         self._connected = False
         self._problem = "no server answers there"
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise LinkError(f"{endpoint!r} is no address: {error}") from error
 
     def close(self) -> None:
         """Let the connection go."""

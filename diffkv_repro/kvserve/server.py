@@ -27,6 +27,7 @@ from diffkv_repro.kvserve.terms import Offer, Provider, Refusal, Request, Served
 
 log = logging.getLogger(__name__)
 
+_LOOPBACKS = ("tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:", "ipc://", "inproc://")
 _MOST_WAITING = 64
 _TELLING = 1 << 18  # fewer bytes say more about latency than about bandwidth
 _IDLE_MS = 20
@@ -52,7 +53,7 @@ class _Transfer:
 
 class KVServer:
     """Serves until :meth:`stop`. ``endpoint`` is on the loopback unless given; with ``keys`` only clients whose public
-    key is known get in, and all is encrypted. ``keys`` of None has to be asked for: it lets everybody in.
+    key is known get in, and all is encrypted. ``keys`` of None has to be asked for: it lets everybody on this host in.
 
     ``shaper`` is the link in experiments; ``experiment`` lets clients choose profile and rate.
     """
@@ -61,6 +62,8 @@ class KVServer:
         self, provider: Provider, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None,
         shaper: Shaper | None = None, experiment: bool = False, on_served: Callable[[Served], None] | None = None,
     ) -> None:  # fmt: skip
+        if keys is None and not endpoint.startswith(_LOOPBACKS):
+            raise LinkError(f"without keys a server listens on the loopback alone, not on {endpoint}")
         self.provider, self.settings = provider, settings or LinkSettings()
         self.shaper, self.experiment = shaper or Shaper(), experiment
         self.goodput = GoodputEstimator(least_bytes=_TELLING)
@@ -192,7 +195,7 @@ class KVServer:
         except Refusal as error:
             self._say_to(peer, pack("refuse", message.request, reason=str(error)))
             return
-        window = min(message["window"], 1 << 30)
+        window = min(message["window"], self.settings.window_bytes)
         out = Outgoing(window, min(self.settings.chunk_bytes, window))
         transfer = _Transfer(peer, message.request, request, out, now, now, now)
         self._transfers[peer, message.request] = transfer

@@ -8,6 +8,7 @@ from tiny import save, tiny_llama
 
 from diffkv_repro.kvserve import NAMED
 from diffkv_repro.kvserve.client import KVClient
+from diffkv_repro.kvserve.controller import ControllerSettings
 from diffkv_repro.kvserve.disagg import DecodeWorker, PrefillWorker, generate, greedy, measure_streams
 from diffkv_repro.kvserve.keys import load_keys, make_keys
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile
@@ -60,15 +61,14 @@ def test_the_rate_of_the_link_is_that_of_the_shaper_and_goodput_is_what_was_achi
     with client(keys, process.endpoint) as one:
         rates = [one.fetch(Ask(ids, options={"profile": "none", "rate": rate})).goodput for rate in (2e6, 4e6)]
         one.fetch(Ask(ids[:2], options={"rate": None}))
-    assert rates[0] == pytest.approx(2e6, rel=0.1)
-    assert rates[1] == pytest.approx(4e6, rel=0.1)
+    for rate, asked in zip(rates, (2e6, 4e6), strict=True):
+        assert 0.6 * asked < rate < 1.02 * asked, "never more than the link gives; less on a busy machine"
 
 
 def test_what_is_learnt_comes_from_the_far_side_too():
-    source = MadeUpSource(LAYOUT)
-    profiles = {"int4": NAMED["int4"]}
-    measured = measure_streams(profiles, source, range(128), repeats=1)
-    worker, reports = PrefillWorker(source, profiles, measured), []
+    source, reports = MadeUpSource(LAYOUT), []
+    measured = [MeasuredProfile.from_speed("int4", 3.5, 1e9)]
+    worker = PrefillWorker(source, {"int4": NAMED["int4"]}, measured, ControllerSettings(epsilon=0))
     with (
         KVServer(worker, keys=None, endpoint="tcp://127.0.0.1:*", shaper=Shaper(3e6), on_served=reports.append) as own,
         KVClient(LAYOUT, keys=None, endpoint=own.endpoint, settings=QUICK) as one,
@@ -79,9 +79,21 @@ def test_what_is_learnt_comes_from_the_far_side_too():
     assert len(reports) == 2
     for report in reports:
         parts = report.prefill + report.encode + report.send + report.decode
-        assert report.observed == pytest.approx(parts, rel=0.5)
+        assert 0.9 * parts < report.observed < parts + 1.0
         assert report.observed >= report.encode + report.send
-        assert report.goodput == pytest.approx(3e6, rel=0.15)
+        assert 1.5e6 < report.goodput < 3.1e6
+
+
+def test_profiles_are_measured_on_the_way_that_a_worker_takes():
+    profiles = {"int4": NAMED["int4"], "kivi-2bit": NAMED["kivi-2bit"]}
+    source, ids = MadeUpSource(LAYOUT), range(256)
+    found = {one.name: one for one in measure_streams(profiles, source, ids, repeats=1, quality={"int4": {"*": 0.9}})}
+    assert set(found) == set(profiles)
+    for name, one in found.items():
+        whole = profiles[name].encode(source.compute(ids).kv, LAYOUT)
+        assert one.ratio == pytest.approx(LAYOUT.raw_bytes(256) / whole.nbytes)
+        assert one.encode > 0 < one.decode
+    assert found["int4"].quality_of("any") == 0.9
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +161,16 @@ def test_another_model_is_refused(process, keys):
     other = KVLayout(24, 2, 32, torch.float16, model="another")
     with client(keys, process.endpoint, layout=other) as one, pytest.raises(LinkError, match="another model"):
         one.fetch(Ask((1, 2, 3)))
+
+
+def test_without_keys_only_this_host_is_let_in(keys):
+    worker = PrefillWorker(MadeUpSource(LAYOUT), {}, [])
+    with pytest.raises(LinkError, match="on the loopback alone"):
+        KVServer(worker, keys=None, endpoint="tcp://0.0.0.0:*")
+    with pytest.raises(LinkError, match="'nowhere' is no address"):
+        KVClient(LAYOUT, keys=load_keys(keys, "client"), endpoint="nowhere")
+    with pytest.raises(LinkError, match="cannot bind nowhere"):
+        KVServer(worker, keys=load_keys(keys, "server"), endpoint="nowhere")
 
 
 def test_options_are_for_experiments_alone():
