@@ -62,7 +62,8 @@ def shaped_by_tc(bytes_per_second: float, *, device: str = "lo") -> Iterator[Non
     tool = shutil.which("tc") or shutil.which("tc", path="/usr/sbin:/sbin")
     if tool is None:
         raise NotPermitted("tc is not installed (package iproute2)")
-    burst = max(1 << 16, int(bytes_per_second / 500))
+    # A packet larger than the bucket never passes, and those of a loopback have up to 64 KiB and their headers.
+    burst = max(1 << 18, int(bytes_per_second / 500))
     rate = ["rate", f"{int(8 * bytes_per_second)}bit", "burst", str(burst), "latency", "400ms"]
     _tc([tool, "qdisc", "replace", "dev", device, "root", "tbf", *rate])
     try:
