@@ -44,8 +44,8 @@ class LinkSettings:
 
     @property
     def heartbeat(self) -> float:
-        """Seconds after which an idle side says that it is there."""
-        return self.patience / 5
+        """Seconds after which an idle side says that it is there; the other side may be less patient than this one."""
+        return min(0.5, self.patience / 5)
 
 
 class Outgoing:

@@ -231,3 +231,8 @@ def test_the_kernel_shapes_in_a_namespace_of_its_own():
     assert 3e6 < float(done.stdout.split()[1]) < 5.5e6
     with pytest.raises(ValueError, match="bytes_per_second is 0"), shaped_by_tc(0):
         pass
+
+
+def test_a_patient_side_still_says_often_enough_that_it_is_there():
+    assert LinkSettings(patience=600.0).heartbeat <= 0.2 * LinkSettings().patience
+    assert LinkSettings(patience=0.5).heartbeat == pytest.approx(0.1)
