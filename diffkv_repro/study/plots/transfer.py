@@ -144,7 +144,8 @@ def against_bandwidth(
         if key in published:
             figure.add_scatter(
                 x=list(gbps), y=[value / 1e3 for value in published[key]], mode="markers", row=1, col=3,
-                name=f"{'KVServe' if arm == 'kvserve' else name}, published", marker={"symbol": "x", "size": 9, "color": tint},
+                name=f"{'KVServe' if arm == 'kvserve' else name}, published",
+                marker={"symbol": "x", "size": 9, "color": tint},
             )  # fmt: skip
     for line in ({"x": 1}, {"y": 1}):
         add = figure.add_vline if "x" in line else figure.add_hline
