@@ -129,13 +129,37 @@ def stream(
 
 
 def receive(
-    read: Callable[[int], Any], layout: KVLayout, *, assets: Assets | None = None, limit: int = LIMIT
-) -> Iterator[LayerKV]:
-    """Decode each layer of a frame as soon as its section is in. Raises FrameError as :meth:`Frame.read` does."""
+    read: Callable[[int], Any], layout: KVLayout, *, assets: Assets | None = None, limit: int = LIMIT,
+    check: Callable[[Header], None] | None = None,
+) -> Iterator[LayerKV]:  # fmt: skip
+    """Decode each layer of a frame as soon as its section is in. Raises FrameError as :meth:`Frame.read` does.
+
+    ``check`` may refuse a header, with a FrameError, before anything is decoded.
+    """
     header, used = Header.read(read, layout, limit), assets or Assets()
     header.require_state(used)
+    if check is not None:
+        check(header)
     for layer in range(layout.layers):
         yield _decoded(_section(read, header, layer), header, layer, used)
+
+
+def frame_length(
+    read: Callable[[int], Any], seek: Callable[[int, int], Any], layout: KVLayout, *, limit: int = LIMIT
+) -> tuple[Header, int]:
+    """Header and length of the frame in a file, from the heads of its sections alone; their bodies are skipped.
+
+    Raises FrameError for a header that is none of ``layout``.
+    """
+    header = Header.read(read, layout, limit)
+    total = len(header.packed)
+    for layer in range(layout.layers):
+        index, _, length, _ = _SECTION.unpack(bytes(read(_SECTION.size)))
+        if index != layer:
+            raise FrameError(f"section {layer} says layer {index}")
+        seek(length, 1)
+        total += _SECTION.size + length
+    return header, total
 
 
 def _sections(header: Header, layers: Iterable[LayerKV], assets: Assets) -> Iterator[bytes]:

@@ -104,6 +104,18 @@ class KV:
         """Tokens of every layer."""
         return self.layers[0].key.shape[1]
 
+    def first(self, tokens: int) -> "KV":
+        """The cache of the first ``tokens`` alone, which is that of a shorter prompt."""
+        if tokens == self.tokens:
+            return self
+        cut = tuple(
+            LayerKV(
+                layer.key[:, :tokens], layer.value[:, :tokens], None if layer.kept is None else layer.kept[:, :tokens]
+            )
+            for layer in self.layers
+        )
+        return KV(cut, self.start)
+
     @property
     def pairs(self) -> Sequence[tuple[Tensor, Tensor]]:
         """(key, value) of every layer, as a transformers cache takes them with a batch dimension in front."""

@@ -10,29 +10,50 @@ from transformers import DynamicCache
 
 from diffkv_repro.attention_stats.significance import Significance
 from diffkv_repro.kvserve.assets import Assets
-from diffkv_repro.kvserve.layout import KV, KVLayout
+from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
 from diffkv_repro.kvserve.prefill import prefill
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.models.hf import AttentionCall, intercept_attention
 from diffkv_repro.models.zoo import LoadedModel
 
 
-def continue_from(loaded: LoadedModel, kv: KV, ids: Tensor) -> Tensor:
-    """Log-probabilities float32 [n, vocab] after each of ``ids`` [1, n], which follow the tokens of ``kv``.
+class Continuation:
+    """A model that goes on from a cache, token by token. Tokens that a profile dropped are not attended to.
 
-    Tokens that a profile dropped are not attended to. ``kv`` starts at position 0, else ValueError.
+    Raises ValueError for a ``kv`` that does not start at position 0.
     """
-    if kv.start:
-        raise ValueError(f"kv starts at position {kv.start}; a model can only go on from a whole prompt")
-    cache = DynamicCache(config=loaded.model.config)
-    for index, (key, value) in enumerate(kv.pairs):
-        own = (part[None].to(loaded.device, loaded.model.dtype) for part in (key, value))
-        cache.update(*own, index)
 
-    def attend(call: AttentionCall) -> Tensor:
+    def __init__(self, loaded: LoadedModel, kv: KV) -> None:
+        if kv.start:
+            raise ValueError(f"kv starts at position {kv.start}; a model can only go on from a whole prompt")
+        self._loaded, self._kept = loaded, [layer.kept for layer in kv.layers]
+        self._cache = DynamicCache(config=loaded.model.config)
+        for index, (key, value) in enumerate(kv.pairs):
+            own = (part[None].to(loaded.device, loaded.model.dtype) for part in (key, value))
+            self._cache.update(*own, index)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Log-probabilities float32 [n, vocab] after each of ``ids`` [1, n], which follow what there is."""
+        loaded = self._loaded
+        with torch.inference_mode(), intercept_attention(loaded.model, self._attend):
+            logits = loaded.model(ids.to(loaded.device), past_key_values=self._cache).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def kv(self, dtype: torch.dtype) -> KV:
+        """The cache as it is now, in ``dtype``; what was dropped of it still is."""
+        layers = []
+        for layer, kept in zip(self._cache.layers, self._kept, strict=True):
+            key, value = (side[0].to("cpu", dtype) for side in (layer.keys, layer.values))
+            there = (
+                None if kept is None else torch.nn.functional.pad(kept, (0, key.shape[1] - kept.shape[1]), value=True)
+            )
+            layers.append(LayerKV(key, value, there))
+        return KV(tuple(layers))
+
+    def _attend(self, call: AttentionCall) -> Tensor:
         queries, keys = call.query.shape[2], call.key.shape[2]
         seen = torch.ones(queries, keys, dtype=torch.bool, device=call.query.device).tril(keys - queries)
-        kept, group = kv.layers[call.layer].kept, call.query.shape[1] // call.key.shape[1]
+        kept, group = self._kept[call.layer], call.query.shape[1] // call.key.shape[1]
         if kept is not None:
             there = torch.nn.functional.pad(kept.to(seen.device), (0, keys - kept.shape[1]), value=True)
             seen = seen & there.repeat_interleave(group, dim=0)[:, None]
@@ -41,9 +62,13 @@ def continue_from(loaded: LoadedModel, kv: KV, ids: Tensor) -> Tensor:
             call.query, key, value, attn_mask=seen.expand(1, call.query.shape[1], -1, -1), scale=call.scale
         )
 
-    with torch.inference_mode(), intercept_attention(loaded.model, attend):
-        logits = loaded.model(ids.to(loaded.device), past_key_values=cache).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)
+
+def continue_from(loaded: LoadedModel, kv: KV, ids: Tensor) -> Tensor:
+    """Log-probabilities float32 [n, vocab] after each of ``ids`` [1, n], which follow the tokens of ``kv``.
+
+    Tokens that a profile dropped are not attended to. ``kv`` starts at position 0, else ValueError.
+    """
+    return Continuation(loaded, kv).step(ids)
 
 
 @dataclass(frozen=True)
