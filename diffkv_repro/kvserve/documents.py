@@ -11,6 +11,7 @@ from torch import Tensor
 from diffkv_repro.core.code import modules_digest
 from diffkv_repro.core.provenance import package_versions
 from diffkv_repro.kvserve.assets import Assets
+from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.quality import Judge
 from diffkv_repro.models.zoo import LoadedModel
@@ -69,6 +70,20 @@ class DocumentJudge:
         """What ``profile`` does on this document."""
         found = self._judge.judge(profile, assets)
         return DocumentScore(found.added_nll, found.agreement, found.ratio)
+
+    def ratio(self, profile: Profile, assets: Assets | None = None) -> float:
+        """The compression ratio alone, which takes no model."""
+        return profile.encode(self.kv, self._judge.layout, assets=assets).ratio
+
+    @property
+    def kv(self) -> KV:
+        """The uncompressed cache of the prompt."""
+        return self._judge._kv[0]
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of that cache."""
+        return self._judge.layout
 
 
 def score_documents(
