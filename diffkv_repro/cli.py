@@ -10,12 +10,14 @@ import typer
 from diffkv_repro.cli_bench import bench
 from diffkv_repro.cli_errors import fail, guarded
 from diffkv_repro.cli_exhaustive import exhaustive
+from diffkv_repro.cli_search import search
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False,
     help="Every figure of DiffKV and KVServe, reproduced as checked claims.",
 )  # fmt: skip
 app.add_typer(bench, name="bench")
+app.command()(search)
 app.command()(exhaustive)
 lm_eval = typer.Typer(no_args_is_help=True, help="lm-eval's own command line, with our models and tasks.")
 app.add_typer(lm_eval, name="lm-eval")

@@ -1,4 +1,4 @@
-"""A search from its first question to its last answer: evaluations are stored as they end, and read when they are there.
+"""A search from its first question to its last answer: each evaluation is stored as it ends, and read where it is.
 
 A search asks the same questions again when it gets the same answers, so that one which was killed is resumed by
 running it anew on the same store: nothing is evaluated twice, and the result is that of a run without interruption.

@@ -57,7 +57,7 @@ class Executor(ABC):
         A worker that dies is replaced and its profile tried once more; then it counts as failed.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (there may be none)
         """End all workers."""
 
     def __enter__(self) -> Self:

@@ -80,7 +80,7 @@ class AskTell(ABC):
         self.steps: list[Step] = []
         self.ended = ""
         self.pending: list[int] = []
-        self._told: dict[int, list[float]] = {}
+        self._told: dict[int, list[Evaluation]] = {}
         self.failed: dict[int, str] = {}
 
     @abstractmethod
@@ -107,7 +107,16 @@ class AskTell(ABC):
 
     def quality(self, index: int) -> float:
         """Mean of what was told. Raises KeyError for a candidate without a quality."""
-        return float(np.mean(self._told[index]))
+        return float(np.mean([told.quality for told in self._told[index]]))
+
+    def interval(self, index: int) -> tuple[float | None, float | None]:
+        """The 95 % interval that the evaluator gave last, None for what it did not."""
+        told = self._told[index][-1]
+        return tuple(None if math.isnan(end) else end for end in (told.low, told.high))
+
+    def documents(self, index: int) -> int:
+        """On how many documents it was evaluated last."""
+        return self._told[index][-1].documents
 
     @property
     def feasible(self) -> list[int]:
@@ -128,7 +137,7 @@ class AskTell(ABC):
         if not self.ended and left <= 0 and not self.pending:
             self.ended = "the budget is spent"
         if not self.ended and not self.pending and not self.open.any():
-            self.ended = "no candidate is left"
+            self.ended = "no candidate is left"  # all tried or pruned
         if self.ended or left <= 0 or not self.open.any():
             return []
         chosen = self._propose(min(count, left))
@@ -147,7 +156,7 @@ class AskTell(ABC):
                 self.failed[index] = outcome.reason
         else:
             self.failed.pop(index, None)
-            self._told.setdefault(index, []).append(outcome.quality)
+            self._told.setdefault(index, []).append(outcome)
         self._learn(index, outcome, new)
         if new:
             self.steps.append(self._step(index))

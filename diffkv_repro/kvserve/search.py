@@ -89,9 +89,10 @@ class Search(AskTell):
 
     def _propose(self, count: int) -> list[int]:
         done = self.iterations + len(self.pending)
-        if done < len(self._cold):
-            mask = self.open
-            return [index for index in self._cold if mask[index]][:count]
+        mask = self.open
+        cold = [index for index in self._cold if mask[index]]  # pruning may have begun before its end
+        if cold and done < len(self._cold):
+            return cold[: min(count, len(self._cold) - done)]
         if self._stops():
             return []
         chosen: list[int] = []
