@@ -49,20 +49,37 @@ class BotorchGP:
         if not np.isfinite(float(found.fval)):
             raise ArithmeticError(f"the likelihood of the Gaussian process is {found.fval}")
         self._state = model.state_dict()
-        self._trained = model.eval()
+        self.model = model.eval()
+        self._condition()
 
     def imagine(self, points: np.ndarray, values: np.ndarray) -> None:
         """As :meth:`Surrogate.imagine`."""
         self._points, self._values = np.vstack([self._points, points]), np.concatenate([self._values, values])
-        self._trained = self._model(self._points, self._values).eval()
+        self._condition()
 
     def predict(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`Surrogate.predict`."""
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = self._trained.posterior(torch.as_tensor(points, dtype=torch.float64).unsqueeze(1))
-            mean, variance = found.mean[:, 0, 0].numpy(), found.variance[:, 0, 0].numpy()
-        return _finite(self._mean + self._scale * mean, self._scale * np.sqrt(np.maximum(variance, 0)))
+        """As :meth:`Surrogate.predict`.
+
+        What the model's ``posterior`` gives for each point alone, without the covariances between thousands of points
+        that it would work out.
+        """
+        with torch.no_grad():
+            across = self.model.covar_module(torch.as_tensor(points, dtype=torch.float64), self._inputs).to_dense()
+            solved = torch.linalg.solve_triangular(self._factor, across.T, upper=False)
+            variance = self.model.covar_module.outputscale - solved.square().sum(dim=0)
+            mean = self.model.mean_module.constant + across @ self._weights[:, 0]
+        return _finite(self._mean + self._scale * mean.numpy(), self._scale * variance.clamp(min=0).sqrt().numpy())
+
+    def _condition(self) -> None:
+        """Cholesky factor of the covariance of what is known, and the weights of its deviations from the mean."""
+        self._inputs = torch.as_tensor(self._points, dtype=torch.float64)
+        with torch.no_grad():
+            covariance = self.model.covar_module(self._inputs).to_dense()
+            covariance.diagonal().add_(self.model.likelihood.noise)
+            self._factor = torch.linalg.cholesky(covariance)
+            scaled = torch.as_tensor((self._values - self._mean) / self._scale, dtype=torch.float64)
+            deviation = (scaled - self.model.mean_module.constant)[:, None]
+            self._weights = torch.cholesky_solve(deviation, self._factor)
 
     def _model(self, points: np.ndarray, values: np.ndarray):
         from botorch.models import SingleTaskGP
