@@ -9,6 +9,7 @@ from diffkv_repro.cli import app
 from diffkv_repro.kvserve.controller import Controller
 from diffkv_repro.kvserve.exhaustive import Exhaustive
 from diffkv_repro.kvserve.pareto import ProfileLibrary
+from diffkv_repro.kvserve.space import SPACES, Space
 
 SIZES = ["--tokens", "48", "--continuation", "8", "--documents", "1"]
 
@@ -49,7 +50,7 @@ def test_a_folder_of_texts_is_searched_and_gone_on_with(tmp_path, texts):
     repeated = json.loads((out / "search.json").read_text())
     assert repeated | {"provenance": 0} == found | {"provenance": 0}
 
-    unreachable = run(*command[:-6], "--resume", *SIZES, "--min-quality", 1.9)
+    unreachable = run(*command, "--resume", "--min-quality", 1.9)
     assert unreachable.exit_code == 1
     assert "no profile keeps a quality of 1.9; the highest of those tried is" in unreachable.output
 
@@ -65,8 +66,9 @@ def test_a_folder_of_texts_is_searched_and_gone_on_with(tmp_path, texts):
         (["--sample", "9"], "9 documents are wanted; allowed are 1 to"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
-    result = run("search", "-o", tmp_path / "x", "--executor", "serial", *SIZES, *arguments)
+def test_what_a_user_can_mend_is_one_line(tmp_path, texts, arguments, message):
+    given = [] if "--workload" in arguments else ["--workload", texts]
+    result = run("search", "-o", tmp_path / "x", "--executor", "serial", *SIZES, *given, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
@@ -82,7 +84,8 @@ def test_exhaustive_is_a_table_that_goes_on(tmp_path, texts, monkeypatch):
     from diffkv_repro.core import paths
 
     monkeypatch.setattr(paths, "cache_dir", lambda: tmp_path / "cache")
-    monkeypatch.setattr("diffkv_repro.kvserve.space.SPACES", _few())
+    whole = SPACES["artifact"]
+    monkeypatch.setitem(SPACES, "few", Space("few", whole.transforms, whole.quantizers[::60], whole.codecs))
     path = tmp_path / "table.json"
     for _ in range(2):
         result = run("exhaustive", "-o", path, "--workload", texts, "--space", "few", *SIZES)
@@ -99,10 +102,3 @@ def test_exhaustive_is_a_table_that_goes_on(tmp_path, texts, monkeypatch):
     path.write_text("{}")
     with pytest.raises(ValueError, match="holds no evaluated space"):
         Exhaustive.load(path)
-
-
-def _few():
-    from diffkv_repro.kvserve.space import SPACES, Space
-
-    whole = SPACES["artifact"]
-    return SPACES | {"few": Space("few", whole.transforms, whole.quantizers[::60], whole.codecs)}

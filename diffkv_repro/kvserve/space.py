@@ -92,6 +92,7 @@ _FINE = mixhq_grid(tuple(index / 10 for index in range(1, 10)), *2 * (level_pair
 _COARSE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (level_pairs((16, 8, 4)),))
 # Small enough to evaluate whole, and a part of the fine grid.
 _REDUCED = mixhq_grid((0.3, 0.6, 0.9), *2 * (level_pairs((16, 10, 6)),))
+_HANDFUL = mixhq_grid((0.3, 0.9), *2 * (level_pairs((16, 6)),))
 _AE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (_split((12, 10, 8), (6, 4)),))
 _CPU_CODECS = (NoCodec(), BitPack(), Lz4(), Zstd(), Ans(), RangeCoding())
 _TRANSFORMS = (_PLAIN, (Hadamard(),), (Delta(),), (Affine(),), (KeyBias(),), (Unrope(),))
@@ -108,6 +109,7 @@ SPACES = {
         Space("fine", (_PLAIN, (Hadamard(),)), _FINE, (Ans(),)),
         # Every fine candidate of some ratios and levels, to judge searches by the true optimum (Figure 16, left).
         Space("reduced", (_PLAIN, (Hadamard(),)), _REDUCED, (Ans(),)),
+        Space("handful", (_PLAIN,), _HANDFUL, (Ans(),)),
         # The grid of the artifact evaluation.
         Space("artifact", ((Hadamard(),),), _AE, (Ans(),)),
     )
