@@ -4,15 +4,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from diffkv_repro.core.finished import Finished
 from diffkv_repro.kvserve.arms import arm
+from diffkv_repro.kvserve.driver import Progress, drive
 from diffkv_repro.kvserve.encoding import Pool, describe, one_hot_min_max
+from diffkv_repro.kvserve.executor import Serial
 from diffkv_repro.kvserve.exhaustive import Exhaustive
 from diffkv_repro.kvserve.history import AskTell, Evaluation, evaluations_until
 from diffkv_repro.kvserve.profile import Profile
@@ -23,6 +28,7 @@ from diffkv_repro.kvserve.surrogate import BotorchGP
 
 WITHIN = 0.99  # of the true best ratio
 _FOLDS = 6
+_WORTH_WORKERS = 500  # evaluations at most in all trials together; a worker takes some seconds to start
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def compare(
     pool = Pool.of(profiles, ratios)
     jobs = [(name, replace(settings, seed=seed)) for name in names for seed in range(seeds)]
     count = min(workers or len(os.sched_getaffinity(0)), len(jobs))
-    if count == 1:
+    if count == 1 or len(jobs) * settings.budget < _WORTH_WORKERS:
         return [trial(name, profiles, pool, quality, own) for name, own in jobs]
     # Spawned, not forked: a fork of a process with running threads can hang in any lock that one of them held.
     with ProcessPoolExecutor(count, get_context("spawn"), _start, (profiles, pool, quality)) as workers_:
@@ -92,6 +98,57 @@ def _start(profiles: Sequence[Profile], pool: Pool, quality: np.ndarray) -> None
 def _trial(name: str, settings: SearchSettings) -> Trial:
     profiles, pool, quality = _shared["of"]
     return trial(name, profiles, pool, quality, settings)
+
+
+def steps_that_differ(
+    profiles: Sequence[Profile], pool: Pool, quality: np.ndarray, settings: SearchSettings, folder: Path
+) -> int:
+    """Steps in which a search that is stopped halfway and gone on with from its store differs from one that is not."""
+    path = Path(folder) / f"resumption-{os.getpid()}.sqlite"
+    known = dict(zip((profile.digest for profile in profiles), map(float, quality), strict=True))
+    store, whole = (
+        Finished(path, {}),
+        drive(Search(pool, settings), profiles, Serial(_Known(known)), Finished(None, {})),
+    )
+    try:
+        with suppress(_Enough):
+            drive(
+                Search(pool, settings), profiles, Serial(_Known(known)), store, watch=_stop_after(whole.iterations // 2)
+            )
+        again = drive(Search(pool, settings), profiles, Serial(_Known(known)), store)
+    finally:
+        store.close()
+        path.unlink(missing_ok=True)
+    same = sum(one == other for one, other in zip(again.steps, whole.steps, strict=False))
+    return max(again.iterations, whole.iterations) - same
+
+
+class _Enough(Exception):
+    """A search that is stopped."""
+
+
+def _stop_after(iterations: int) -> Callable[[Progress], None]:
+    def watch(at: Progress) -> None:
+        if at.iteration >= iterations:
+            raise _Enough
+
+    return watch
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Makes itself: an evaluator of known qualities."""
+
+    quality: Mapping[str, float]
+
+    def __call__(self) -> "_Known":
+        return self
+
+    def evaluate(self, profile: Profile) -> Evaluation:
+        return Evaluation(self.quality[profile.digest])
+
+    def ratio(self, profile: Profile) -> float:
+        raise NotImplementedError("ratios are those of the pool")
 
 
 def better_than_full(trials: Mapping[str, Sequence[Trial]], names: Sequence[str]) -> list[str]:

@@ -89,7 +89,8 @@ def proposals(searches: Mapping[str, AskTell]) -> go.Figure:
                 x=own["iteration"], y=own["ratio"], mode="markers", name=name, legendgroup=name,
                 showlegend=row == 1,
                 marker={"color": colour, "symbol": symbol, "size": 8}, customdata=100 * own["quality"].astype(float),
-                hovertemplate="iteration %{x}: ratio %{y:.2f}, quality %{customdata:.1f} %<extra></extra>", row=row, col=1,
+                hovertemplate="iteration %{x}: ratio %{y:.2f}, quality %{customdata:.1f} %<extra></extra>",
+                row=row, col=1,
             )  # fmt: skip
         reached = steps[steps["best"] > 0]
         figure.add_scatter(
