@@ -106,16 +106,13 @@ def steps_that_differ(
     """Steps in which a search that is stopped halfway and gone on with from its store differs from one that is not."""
     path = Path(folder) / f"resumption-{os.getpid()}.sqlite"
     known = dict(zip((profile.digest for profile in profiles), map(float, quality), strict=True))
-    store, whole = (
-        Finished(path, {}),
-        drive(Search(pool, settings), profiles, Serial(_Known(known)), Finished(None, {})),
-    )
+    evaluator, store = Serial(_Known(known)), Finished(path, {})
+    whole = drive(Search(pool, settings), profiles, evaluator, Finished(None, {}))
     try:
         with suppress(_Enough):
-            drive(
-                Search(pool, settings), profiles, Serial(_Known(known)), store, watch=_stop_after(whole.iterations // 2)
-            )
-        again = drive(Search(pool, settings), profiles, Serial(_Known(known)), store)
+            stop = _stop_after(whole.iterations // 2)
+            drive(Search(pool, settings), profiles, evaluator, store, watch=stop)
+        again = drive(Search(pool, settings), profiles, evaluator, store)
     finally:
         store.close()
         path.unlink(missing_ok=True)

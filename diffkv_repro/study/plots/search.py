@@ -134,11 +134,12 @@ def front(points: pd.DataFrame) -> go.Figure:
             text=own["profile"], marker={"color": colour, "size": size, "symbol": symbol},
             hovertemplate="%{text}<br>ratio %{x:.2f}, quality %{y:.1f} %, %{z:.2f} times the fastest<extra></extra>",
         )  # fmt: skip
+    kept = int((points["deep"] & ~points["flat"]).sum())
     titles = {"x": "compression ratio", "y": "quality, %", "z": "encoding + decoding, x fastest"}
     axes = {f"{axis}axis": {"title": {"text": text}, "backgroundcolor": "#F6F6F6"} for axis, text in titles.items()}
     axes["zaxis"]["autorange"] = "reversed"
     figure.update_layout(
-        title="Measured latency keeps profiles that ratio and quality alone would drop", height=680,
+        title=f"Measured latency keeps {kept} profiles that ratio and quality alone would drop", height=680,
         scene=axes | {"camera": {"eye": {"x": 1.5, "y": -1.7, "z": 0.7}}},
         legend={"orientation": "h", "x": 0, "y": -0.02, "yanchor": "top"}, margin={"l": 10, "r": 10, "t": 70, "b": 110},
     )  # fmt: skip
@@ -188,6 +189,6 @@ def ablations(trials: Mapping[str, Sequence[Trial]], own: Sequence[str], candida
     )
     figure.update_layout(
         title=f"Algorithm 1 is within 1 % after {until['full']:g} evaluations in the median; {said}",
-        title_font_size=17, height=600, margin_b=190, legend={"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top"},
+        title_font_size=17, height=600, margin_b=190, legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
     )  # fmt: skip
     return figure
