@@ -48,6 +48,7 @@ def search(
     """
     from diffkv_repro.evaluation.profile_search import SearchPlan, search_workload
     from diffkv_repro.evaluation.profiling import load_workload
+    from diffkv_repro.kvserve.executor import require_executor
     from diffkv_repro.kvserve.search import SearchSettings
     from diffkv_repro.kvserve.space import space as named
 
@@ -55,6 +56,7 @@ def search(
         SearchSettings, min_quality=min_quality, budget=budget, cold_start=cold_start, acquisition=acquisition,
         surrogate=surrogate, seed=seed,
     )  # fmt: skip
+    guarded(require_executor, executor)
     plan = SearchPlan(guarded(named, space), settings, sample, executor, batch)
     ready = guarded(
         load_workload, model, workload or ["prose", "code", "dialogue"], count=documents, tokens=tokens,

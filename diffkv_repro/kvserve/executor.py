@@ -174,20 +174,29 @@ def _serve(pipe: connection.Connection, make: Make, parent: int) -> None:
         pipe.send_bytes(json.dumps(found).encode())
 
 
+_PROCESSES, _RAY = re.compile(r"processes(?::([1-9]\d*))?"), re.compile(r"ray(?::([1-9]\d*))?|ray://[^\s/]+")
+
+
+def require_executor(spec: str) -> None:
+    """Raise ValueError for what :func:`executor` does not know."""
+    if spec != "serial" and not _PROCESSES.fullmatch(spec) and not _RAY.fullmatch(spec):
+        raise ValueError(
+            f"executor is {spec!r}; allowed are serial, processes, processes:<n>, ray, ray:<n>, ray://host:port"
+        )
+
+
 def executor(spec: str, make: Make) -> Executor:
     """``serial``, ``processes`` or ``processes:4``, ``ray`` for a cluster of this machine, ``ray://host:port`` for one
     that runs. Raises ValueError for anything else, and where Ray is asked for and not installed."""
+    require_executor(spec)
     if spec == "serial":
         return Serial(make)
-    if found := re.fullmatch(r"processes(?::([1-9]\d*))?", spec):
+    if found := _PROCESSES.fullmatch(spec):
         return Processes(make, int(found[1]) if found[1] else None)
-    if found := re.fullmatch(r"ray(?::([1-9]\d*))?|ray://[^\s/]+", spec):
-        from diffkv_repro.kvserve.ray_executor import RayExecutor
+    from diffkv_repro.kvserve.ray_executor import RayExecutor
 
-        return RayExecutor(make, address=spec if "//" in spec else None, workers=int(found[1]) if found[1] else None)
-    raise ValueError(
-        f"executor is {spec!r}; allowed are serial, processes, processes:<n>, ray, ray:<n>, ray://host:port"
-    )
+    workers = _RAY.fullmatch(spec)[1]
+    return RayExecutor(make, address=spec if "//" in spec else None, workers=int(workers) if workers else None)
 
 
 def failure_of(found: Mapping[str, Any]) -> str | None:

@@ -41,10 +41,10 @@ def test_finds_nearly_the_best_in_a_sixth_of_the_pool(surrogate):
 
 @pytest.mark.parametrize("name", [*ABLATIONS, *VARIANTS, *OTHERS])
 def test_every_arm_keeps_the_rules_of_the_loop(name):
-    settings = replace(SETTINGS, budget=14)
+    settings = replace(SETTINGS, budget=11)
     done = answer_all(arm(name, POOL, settings, REDUCED), QUALITY, batch=2)
     tried = [step.index for step in done.steps]
-    assert len(set(tried)) == len(tried) == done.iterations <= 14
+    assert len(set(tried)) == len(tried) == done.iterations <= 11
     assert done.ended
     assert [step.iteration for step in done.steps] == list(range(1, len(tried) + 1))
     assert all(step.feasible == (QUALITY[step.index] >= LEAST) for step in done.steps)
@@ -185,8 +185,8 @@ def test_uneven_profiles_prune_upwards_only_late():
 
 
 def test_without_pruning_and_without_stop_the_budget_is_spent():
-    done = answer_all(Search(POOL, replace(SETTINGS, prune=False, stop=False)), QUALITY)
-    assert done.iterations == 32
+    done = answer_all(Search(POOL, replace(SETTINGS, budget=14, prune=False, stop=False)), QUALITY)
+    assert done.iterations == 14
     assert not done.pruned.any()
     assert done.ended == "the budget is spent"
 
@@ -303,7 +303,7 @@ def _seconds(search: Search) -> float:
 
 
 def test_evaluations_until():
-    done = answer_all(Search(POOL, SETTINGS), QUALITY)
+    done = answer_all(Search(POOL, replace(SETTINGS, budget=10)), QUALITY)
     count = evaluations_until(done.steps, done.steps[-1].best)
     assert done.steps[count - 1].index == done.best
     assert evaluations_until(done.steps, 100.0) is None

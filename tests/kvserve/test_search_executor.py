@@ -26,35 +26,25 @@ def qualities(runner, profiles):
     return dict(runner.run("evaluate", profiles))
 
 
-def test_processes_answer_as_one_does():
+def test_processes_answer_as_one_does_and_replace_a_worker_that_dies(tmp_path):
     few = REDUCED[::30]
-    with Processes(Ruled, 2) as runner:
+    with Processes(partial(Ruled, deadly=few[2].digest, remember=str(tmp_path)), 2) as runner:
         assert runner.slots == 2
-        found = qualities(runner, few)
-        assert found == qualities(Serial(Ruled), few)
+        assert qualities(runner, few) == qualities(Serial(Ruled), few)
+        assert (tmp_path / few[2].digest).exists()
         assert dict(runner.run("ratio", few)) == {i: {"ratio": ratio_of(profile)} for i, profile in enumerate(few)}
         assert list(runner.run("evaluate", [])) == []
+    found = qualities(Serial(Ruled), few)
     assert {place: answer["quality"] for place, answer in found.items()} == {
         place: quality_of(profile) for place, profile in enumerate(few)
     }
-
-
-def test_a_worker_that_dies_is_replaced(tmp_path):
-    few = REDUCED[:5]
-    once = partial(Ruled, deadly=few[2].digest, remember=str(tmp_path))
-    with Processes(once, 2) as runner:
-        assert all("quality" in answer for answer in qualities(runner, few).values())
-    with Processes(partial(Ruled, deadly=few[2].digest), 2) as runner:
-        found = qualities(runner, few)
-    assert found.pop(2) == {"failure": "its worker died 2 times"}
-    assert all("quality" in answer for answer in found.values())
 
 
 def test_a_search_outlives_its_workers(tmp_path):
     asked = Search(POOL, SETTINGS).ask(5)
     with Processes(partial(Ruled, deadly=REDUCED[asked[1]].digest), 2) as runner:
         done = drive(Search(POOL, SETTINGS), REDUCED, runner, Finished(tmp_path / "s.sqlite", {}), batch=2)
-    assert list(done.failed) == [asked[1]]
+    assert done.failed == {asked[1]: "its worker died 2 times"}
     assert done.iterations == len({step.index for step in done.steps}) <= 14
     assert done.best is not None
 
@@ -89,13 +79,6 @@ def test_ratios_are_measured_once(tmp_path):
     assert seen == [(n, 7) for n in range(1, 8)]
 
 
-def test_the_order_of_answers_does_not_matter(tmp_path):
-    alone = drive(Search(POOL, SETTINGS), REDUCED, Serial(Ruled), Finished(None, {}), batch=3)
-    with Processes(partial(Ruled, seconds=0.01), 2) as runner:
-        together = drive(Search(POOL, SETTINGS), REDUCED, runner, Finished(None, {}), batch=3)
-    assert together.steps == alone.steps
-
-
 _KILLED = """
 import json, sys
 from pathlib import Path
@@ -116,8 +99,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("spec", ["serial", "processes:2"])
-def test_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, spec):
+@pytest.mark.parametrize(("spec", "until"), [("serial", 9), ("processes:2", 4)])
+def test_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, spec, until):
     script = tmp_path / "run.py"
     script.write_text(_KILLED)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
@@ -129,18 +112,17 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, spec):
 
     stored = Finished(tmp_path / "store.sqlite", {"of": "test"})
     by_digest = {profile.digest for profile in REDUCED}
-    for until in (3, 8):
-        running = subprocess.Popen(command, env=environment)
-        deadline = time.monotonic() + 120
-        while len(begun()) < until and running.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-        time.sleep(1.3)  # workers notice within a second
-        known = {digest for digest in by_digest if stored.get(("quality", digest)) is not None}
-        before = len(begun())
-        assert len(known) >= until - 2
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    running = subprocess.Popen(command, env=environment)
+    deadline = time.monotonic() + 300
+    while len(begun()) < until and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    time.sleep(1.3)  # workers notice within a second
+    known = {digest for digest in by_digest if stored.get(("quality", digest)) is not None}
+    before = len(begun())
+    assert until - 2 <= len(known) < 14
+    subprocess.run(command, env=environment, check=True, timeout=300)
     assert not known & set(begun()[before:])  # what was stored is not evaluated again
     uninterrupted = drive(Search(POOL, SETTINGS), REDUCED, Serial(Ruled), Finished(None, {}), batch=2)
     found = json.loads((tmp_path / "result.json").read_text())
