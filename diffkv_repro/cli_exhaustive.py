@@ -16,6 +16,7 @@ def exhaustive(
     ] = None,
     space: Annotated[str, typer.Option(help="Space of profiles, as reduced or artifact.")] = "reduced",
     documents: Annotated[int, typer.Option(min=1, help="Documents of each workload.")] = 5,
+    most: Annotated[int | None, typer.Option(min=1, help="Only so many of all documents, the first.")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a document, its continuation included.")] = 384,
     continuation: Annotated[int, typer.Option(min=1, help="Tokens to say.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the choice of documents.")] = 0,
@@ -23,7 +24,7 @@ def exhaustive(
     """Score every profile of a space on every document; scores are kept, and the command goes on where it stopped.
 
     Example, which made the table that notebook 11 reads:
-    diffkv-repro exhaustive -o figures/recorded/exhaustive/reduced.json
+    diffkv-repro exhaustive --most 12 -o figures/recorded/exhaustive/reduced.json
     """
     from diffkv_repro.core.paths import cache_dir
     from diffkv_repro.core.threads import one_thread
@@ -37,7 +38,7 @@ def exhaustive(
     with one_thread():
         found = guarded(
             evaluate_all, ready.loaded, candidates, ready.documents, ready.assets,
-            store=cache_dir() / "exhaustive" / "scores.sqlite", settings=ready.settings,
+            store=cache_dir() / "exhaustive" / "scores.sqlite", settings=ready.settings | {"most": most}, most=most,
             watch=lambda done, total: typer.echo(f"document {done} of {total}", err=True),
         )  # fmt: skip
     typer.echo(f"written: {guarded(found.save, output)}, {len(found.ids)} profiles on {len(found.sources)} documents")

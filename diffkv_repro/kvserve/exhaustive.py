@@ -103,17 +103,20 @@ def evaluate_all(
     documents: Documents,
     assets: Assets,
     *,
+    most: int | None = None,
     store: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Exhaustive:
-    """Score every candidate on every document; what ``store`` holds already is not scored again.
+    """Score every candidate on every document, or on the first ``most`` of them; what ``store`` holds already is not
+    scored again.
 
     ``watch`` is told how many documents are done, and of how many.
     """
     finished = Finished(store, scores_identity(loaded, documents, assets) | {"ids": candidates.ids})
     columns: list[np.ndarray] = []
-    for index in range(len(documents)):
+    count = min(most or len(documents), len(documents))
+    for index in range(count):
         found = finished.get(index)
         if found is None:
             ((_, scores),) = score_documents(loaded, documents, list(candidates), assets, indices=[index])
@@ -121,11 +124,11 @@ def evaluate_all(
             finished.put([(index, found)])
         columns.append(np.array(found))
         if watch is not None:
-            watch(index + 1, len(documents))
+            watch(index + 1, count)
     finished.close()
     table = np.stack(columns, axis=1)  # [candidates, documents, columns]
     config = dict(settings or {}) | {"model": loaded.name, "weights": loaded.fingerprint, "texts": documents.digest}
     return Exhaustive(
-        candidates.name, candidates.ids, documents.sources, *np.moveaxis(table, 2, 0), settings=config,
+        candidates.name, candidates.ids, documents.sources[:count], *np.moveaxis(table, 2, 0), settings=config,
         provenance=capture(root=project_root(), config=config).as_dict(),
     )  # fmt: skip
