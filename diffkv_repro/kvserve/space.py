@@ -107,11 +107,11 @@ SPACES = {
         Space("coarse", (_PLAIN, (Hadamard(),)), _COARSE, (BitPack(), Ans())),
         Space("headwise", (_PLAIN,), _FINE, (Ans(),)),
         Space("fine", (_PLAIN, (Hadamard(),)), _FINE, (Ans(),)),
+        # The grid of the artifact evaluation.
+        Space("artifact", ((Hadamard(),),), _AE, (Ans(),)),
         # Every fine candidate of some ratios and levels, to judge searches by the true optimum (Figure 16, left).
         Space("reduced", (_PLAIN, (Hadamard(),)), _REDUCED, (Ans(),)),
         Space("handful", (_PLAIN,), _HANDFUL, (Ans(),)),
-        # The grid of the artifact evaluation.
-        Space("artifact", ((Hadamard(),),), _AE, (Ans(),)),
     )
 }
 
