@@ -9,7 +9,9 @@ import typer
 
 from diffkv_repro.cli_bench import bench
 from diffkv_repro.cli_errors import fail, guarded
+from diffkv_repro.cli_exhaustive import exhaustive
 from diffkv_repro.cli_explore import explore
+from diffkv_repro.cli_search import search
 from diffkv_repro.cli_serve import serve
 
 app = typer.Typer(
@@ -18,6 +20,8 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench, name="bench")
 app.add_typer(serve, name="serve")
+app.command()(search)
+app.command()(exhaustive)
 lm_eval = typer.Typer(no_args_is_help=True, help="lm-eval's own command line, with our models and tasks.")
 app.add_typer(lm_eval, name="lm-eval")
 app.command()(explore)

@@ -1,8 +1,6 @@
 """Identity of the code that a kept result depends on, so that no result outlives the code that made it."""
 
-import hashlib
-from functools import cache
-from pathlib import Path
+from diffkv_repro.core.code import modules_digest
 
 _COMPRESSED_CACHE = (
     "attention_stats/*",
@@ -19,17 +17,9 @@ _COMPRESSED_CACHE = (
 )
 
 
-@cache
 def code_digest(*modules: str) -> str:
     """Of the compressed cache and all below it, and of ``modules`` as ``evaluation/generation``.
 
     Raises ValueError for a module that is not there.
     """
-    package = Path(__file__).resolve().parents[1]
-    found = []
-    for pattern in (*_COMPRESSED_CACHE, *modules):
-        files = sorted(package.glob(f"{pattern}.py"))
-        if not files:
-            raise ValueError(f"{pattern} names no module of {package.name}")
-        found += files
-    return hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()
+    return modules_digest(*_COMPRESSED_CACHE, *modules)

@@ -1,8 +1,6 @@
 """``shared``: jobs on one model, in processes of one thread each where there is enough to do."""
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -10,6 +8,7 @@ from typing import Any
 
 import torch
 
+from diffkv_repro.core.processes import die_with
 from diffkv_repro.core.timing import give_back_freed
 from diffkv_repro.models import load_model
 from diffkv_repro.models.zoo import LoadedModel
@@ -53,15 +52,8 @@ def shared(
 
 def _start_worker(source: str, dtype: str, device: str, parent: int) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    die_with(parent)  # a worker whose notebook was killed would otherwise wait for its next job for ever
     _worker["loaded"] = load_model(source, device=device, dtype=getattr(torch, dtype))
-
-
-def _die_with(parent: int) -> None:
-    """A worker whose notebook was killed would otherwise wait for its next job for ever."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 _worker: dict[str, LoadedModel] = {}

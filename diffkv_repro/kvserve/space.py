@@ -91,6 +91,9 @@ def _split(highs: tuple[int, ...], lows: tuple[int, ...]) -> tuple[tuple[int, in
 # Nine ratios and 21 pairs of six levels for keys and for values: 3,969; Figure 9 starts from 3 fewer.
 _FINE = mixhq_grid(tuple(index / 10 for index in range(1, 10)), *2 * (level_pairs((16, 12, 10, 8, 6, 4)),))
 _COARSE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (level_pairs((16, 8, 4)),))
+# Small enough to evaluate whole, and a part of the fine grid.
+_REDUCED = mixhq_grid((0.3, 0.6, 0.9), *2 * (level_pairs((16, 10, 6)),))
+_HANDFUL = mixhq_grid((0.3, 0.9), *2 * (level_pairs((16, 6)),))
 _AE = mixhq_grid((0.3, 0.5, 0.7, 0.9), *2 * (_split((12, 10, 8), (6, 4)),))
 _CPU_CODECS = (NoCodec(), BitPack(), Lz4(), Zstd(), Ans(), RangeCoding())
 _TRANSFORMS = (_PLAIN, (Hadamard(),), (Delta(),), (Affine(),), (KeyBias(),), (Unrope(),))
@@ -113,6 +116,9 @@ SPACES = {
         # The grid of the artifact evaluation.
         Space("artifact", ((Hadamard(),),), _AE, (Ans(),)),
         Space("tiers", (_PLAIN,), _TIERS, (NoCodec(), Zstd(shuffle=True), Ans(shuffle=True))),
+        # Every fine candidate of some ratios and levels, to judge searches by the true optimum (Figure 16, left).
+        Space("reduced", (_PLAIN, (Hadamard(),)), _REDUCED, (Ans(),)),
+        Space("handful", (_PLAIN,), _HANDFUL, (Ans(),)),
     )
 }
 

@@ -108,7 +108,8 @@ def test_imports_run_downwards_only():
 def test_the_grids_have_the_papers_sizes():
     assert len(level_pairs((16, 12, 10, 8, 6, 4))) == 21
     assert {name: len(grid) for name, grid in SPACES.items()} == {
-        "none": 1, "modules": 6 * 8 * 6, "coarse": 576, "headwise": 3969, "fine": 7938, "artifact": 144, "tiers": 90,
+        "none": 1, "modules": 6 * 8 * 6, "coarse": 576, "headwise": 3969, "fine": 7938, "reduced": 216, "handful": 18,
+        "artifact": 144, "tiers": 90,
     }  # fmt: skip
 
 
