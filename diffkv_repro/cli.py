@@ -119,7 +119,7 @@ def doctor() -> None:
     "run", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def lm_eval_run(context: typer.Context) -> None:
-    """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kivi, h2o, ...
+    """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kvserve, kivi, ...
 
     As: --model diffkv --model_args pretrained=smollm2-135m,policy=K8V4-K4V2,alpha_low=0.02 --tasks <task>
     """

@@ -20,6 +20,7 @@ from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 KEPT = 65536  # levels of a number that stays in 16 bits
 _PIECE = 1 << 18  # numbers
 AXES = ("token", "channel", "tensor")
+AXIS_PAIR = rf"({'|'.join(AXES)})/({'|'.join(AXES)})"  # of keys and of values, as profiles are written
 
 
 @dataclass(frozen=True)

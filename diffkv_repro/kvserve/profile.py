@@ -55,6 +55,31 @@ class Profile:
             raise ValueError(f"unknown profile {name!r}; allowed are {', '.join(NAMED)}")
         return NAMED[name]
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The profile that ``text`` names or describes as :meth:`__str__` does.
+
+        ``hadamard + delta | mixhq r=0.8 K12/6 V8/4 | ans level=3``: transforms, a quantizer, a codec; parameters left
+        out are at their defaults. Raises ValueError for what is neither.
+        """
+        from diffkv_repro.kvserve.named import NAMED
+
+        stages = [stage.strip() for stage in text.split("|")]
+        if text.strip() in NAMED:
+            return NAMED[text.strip()]
+        if len(stages) != 3:
+            known = ", ".join(NAMED)
+            raise ValueError(
+                f"profile {text!r} has {len(stages)} stages; write transforms | quantizer | codec, or {known}"
+            )
+        before = [part for part in stages[0].split("+") if part.strip() != "none"]
+        return cls(tuple(map(TRANSFORMS.parse, before)), QUANTIZERS.parse(stages[1]), CODECS.parse(stages[2]))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on: :meth:`as_dict`."""
+        return self.as_dict()
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data: every part with its name and all parameters."""
         return {

@@ -26,6 +26,8 @@ TRANSFORMS = Registry("transform")
 class Transform(Part):
     """A reversible change of one layer's keys and values, float32 [kv_heads, tokens, head_dim]."""
 
+    needs_rotary: ClassVar[bool] = False  # needs ``Assets.rotary``
+
     @abstractmethod
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         """As they are to be quantised; what the inverse needs beside that goes into ``streams``."""
@@ -167,6 +169,7 @@ class KeyBias(Transform):
 
     name: ClassVar[str] = "keybias"
     format_id: ClassVar[int] = 4
+    needs_rotary: ClassVar[bool] = True
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         bias = self._bias(place)
@@ -194,6 +197,7 @@ class Unrope(Transform):
 
     name: ClassVar[str] = "unrope"
     format_id: ClassVar[int] = 5
+    needs_rotary: ClassVar[bool] = True
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         return self._turned(layer, place, back=True)
