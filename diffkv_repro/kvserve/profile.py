@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 from torch import Tensor
 
-from diffkv_repro.kvserve import cachegen, entropy, kvquant, ladders, nvcomp, token_ladder  # noqa: F401 (they register their parts)
+from diffkv_repro.kvserve import cachegen, contrib, entropy, kvquant, ladders, nvcomp, token_ladder  # noqa: F401 (they register their parts)
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.codecs import CODECS, Codec, NoCodec
 from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from diffkv_repro.kvserve.frame import Frame
 
 MOST_TRANSFORMS = 8
+
+contrib.register()
 
 
 @dataclass(frozen=True)

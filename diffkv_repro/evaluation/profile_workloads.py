@@ -1,0 +1,64 @@
+"""What notebooks 09 and 10 measure: workloads that a small model has a signal on, static methods, and combinations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from diffkv_repro.evaluation.profile_quality import Workload
+from diffkv_repro.evaluation.transferred import Transferred, assets_for, layout_of
+from diffkv_repro.kvserve.named import NAMED
+from diffkv_repro.kvserve.profile import Profile
+from diffkv_repro.models import LoadedModel
+from diffkv_repro.workloads.tasks import make_items
+
+# Published methods with their own settings, and KVServe's default profile as one more that never changes.
+PUBLISHED = (
+    "int4", "quarot-4bit", "kivi-2bit", "kivi-4bit", "cachegen-1", "cachegen-2", "cachegen-3", "kvquant-4bit",
+    "duoattention",
+)  # fmt: skip
+STATIC = (*PUBLISHED, "kvserve-default")
+
+# From careful to greedy: parts of several methods, with an entropy coder behind them.
+COMBINED = (
+    "none | uniform K24 V16 channel/token | ans",
+    "none | mixhq r=0.5 K24/16 V16/12 | ans",
+    "hadamard | uniform K16 V16 channel/token | ans",
+    "unrope | uniform K16 V16 channel/token | ans",
+    "unrope | mixhq r=0.5 K16/12 V16/10 | ans",
+    "unrope | uniform K12 V12 channel/token | ans",
+    "none | mixhq r=0.8 K16/12 V12/8 | ans",
+)
+
+
+def workloads(
+    texts: Mapping[str, Sequence[Tensor]],
+    *,
+    n_items: int,
+    continuation: int,
+    passkey_words: int = 450,
+    seed: int = 0,
+) -> list[Workload]:
+    """Four tasks of ``n_items`` each (half as many of the long ones) and the given texts, token ids by name."""
+    few = max(1, n_items // 2)
+    tasks = [
+        Workload("recall", items=tuple(make_items("recall", n_items, seed=seed))),
+        Workload("pass key", items=tuple(make_items("passkey", few, words=passkey_words, seed=seed))),
+        Workload("copy", items=tuple(make_items("copy", n_items, words=5, seed=seed))),
+        Workload("facts", items=tuple(make_items("facts", n_items, seed=seed))),
+    ]
+    return tasks + [Workload(name, texts=tuple(own), continuation=continuation) for name, own in texts.items()]
+
+
+def methods_of(loaded: LoadedModel, profiles: Iterable[str]) -> dict[str, Transferred]:
+    """Profiles, by name or as lines, with what they share of the model computed once."""
+    chosen = {name: Profile.parse(name) for name in profiles}
+    assets, layout = assets_for(loaded, *chosen.values()), layout_of(loaded)
+    return {
+        name: Transferred(profile, layout, assets, "" if str(profile) == name else name)
+        for name, profile in chosen.items()
+    }
+
+
+def static_methods(loaded: LoadedModel) -> dict[str, Transferred]:
+    """The static ones, after no compression."""
+    return methods_of(loaded, ["none", *(name for name in STATIC if name in NAMED)])
