@@ -6,18 +6,15 @@ from torch import Tensor
 
 from diffkv_repro.evaluation.profile_quality import Workload
 from diffkv_repro.evaluation.transferred import Transferred, assets_for, layout_of
-from diffkv_repro.kvserve.named import NAMED
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.models import LoadedModel
 from diffkv_repro.workloads.tasks import make_items
 
-# Published methods with their own settings, and KVServe's default profile as one more that never changes.
+# With their own settings. KVServe's default profile is one more that never changes, but no method of others.
 PUBLISHED = (
     "int4", "quarot-4bit", "kivi-2bit", "kivi-4bit", "cachegen-1", "cachegen-2", "cachegen-3", "kvquant-4bit",
     "duoattention",
 )  # fmt: skip
-STATIC = (*PUBLISHED, "kvserve-default")
-
 # From careful to greedy: parts of several methods, with an entropy coder behind them.
 COMBINED = (
     "none | uniform K24 V16 channel/token | ans",
@@ -57,8 +54,3 @@ def methods_of(loaded: LoadedModel, profiles: Iterable[str]) -> dict[str, Transf
         name: Transferred(profile, layout, assets, "" if str(profile) == name else name)
         for name, profile in chosen.items()
     }
-
-
-def static_methods(loaded: LoadedModel) -> dict[str, Transferred]:
-    """The static ones, after no compression."""
-    return methods_of(loaded, ["none", *(name for name in STATIC if name in NAMED)])

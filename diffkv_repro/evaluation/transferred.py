@@ -30,7 +30,7 @@ from diffkv_repro.models.hf import AttentionCall, AttentionLayout, UnsupportedAt
 from diffkv_repro.workloads.texts import load_texts
 
 _WINDOW = 32  # last queries that vote on tokens, as in SnapKV
-_CALIBRATION = 4  # texts that heads are scored on where no file of scores is given
+_CALIBRATION = {"texts": 2, "longest": 768}  # what heads are scored on where no file of scores is given
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,10 @@ def assets_for(
     if heads is not None:
         found["heads"] = heads if isinstance(heads, HeadScores) else HeadScores.load(heads)
     elif any(profile.quantizer.ranks_heads for profile in profiles):
-        given = [own.text for own in load_texts(texts)[:_CALIBRATION]] if isinstance(texts, str) else list(texts)
-        found["heads"] = score_heads(loaded, given)
+        given = (
+            [own.text for own in load_texts(texts)[: _CALIBRATION["texts"]]] if isinstance(texts, str) else list(texts)
+        )
+        found["heads"] = score_heads(loaded, given, longest=_CALIBRATION["longest"])
     if affine is not None:
         found["affine"] = affine if isinstance(affine, AffineMaps) else AffineMaps.load(affine)
     if any(part.needs_rotary for profile in profiles for part in profile.transforms):

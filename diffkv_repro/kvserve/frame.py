@@ -183,8 +183,6 @@ def _write_layer(profile: Profile, layer: LayerKV, place: Place, streams: Stream
     if profile.quantizer.exact and not profile.transforms:
         profile.quantizer.encode(layer, place, streams)
         return
-    if profile.transforms:
-        layer = LayerKV(layer.key.float(), layer.value.float())
     for transform in profile.transforms:
         layer = transform.forward(layer, place, streams)
     # Quantizers count in FP16. What is larger (float32, bfloat16, a rotated outlier) comes down by a power of two.

@@ -1,5 +1,6 @@
 """``Grid``: how one tensor of a layer is rounded: how many levels, and what shares a scale."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +62,11 @@ class Grid:
         if self.levels == KEPT:
             streams.numbers(tensor.to(half))
             return
-        block = self._block(tensor)
-        codes = torch.empty(block.shape, dtype=torch.uint8, device=block.device)
+        heads, tokens, channels = tensor.shape
+        shape = (1, tokens, heads * channels) if self._joins else (heads, tokens, channels)
+        codes = torch.empty(shape, dtype=torch.uint8, device=tensor.device)
         parts: list[tuple[Tensor, ...]] = []
-        for piece, into in zip(self._pieces(block), self._pieces(codes), strict=True):
+        for piece, into in zip(self._split(tensor), self._pieces(codes), strict=True):
             if self.symmetric:
                 found, *params = _symmetric(piece, self.levels)
             else:
@@ -118,6 +120,15 @@ class Grid:
         extent = max(1, _PIECE * block.shape[self._along] // block.numel())
         return block.split(extent, dim=self._along)
 
+    def _split(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The same parts of what is not in that form yet: the heads of a token are brought together in each."""
+        if not self._joins:
+            yield from self._pieces(tensor)
+            return
+        extent = max(1, _PIECE * tensor.shape[1] // tensor.numel())
+        for piece in tensor.split(extent, dim=1):
+            yield piece.permute(1, 0, 2).reshape(1, piece.shape[1], -1)
+
     @property
     def _symbols(self) -> int:
         return self.levels - 1 if self.symmetric else self.levels
@@ -125,9 +136,6 @@ class Grid:
     @property
     def _joins(self) -> bool:
         return self.joint and self.axis != "channel" and self.group is None
-
-    def _block(self, tensor: Tensor) -> Tensor:
-        return tensor.permute(1, 0, 2).reshape(1, tensor.shape[1], -1) if self._joins else tensor
 
     def _params(self, block: tuple[int, int, int]) -> tuple[int, ...]:
         heads, tokens, channels = block

@@ -69,7 +69,7 @@ def test_a_codec_in_a_users_own_file_is_a_part_like_any_other(tmp_path, registry
     assert profile.codec == module.Runs(longest=9)
     assert Profile.from_yaml(profile.to_yaml()) == Profile.parse(str(profile)) == profile
     assert same(sent(profile, kv, layout), sent(Profile.parse("none | uniform K16 V16 | none"), kv, layout))
-    with pytest.raises(ValueError, match="codec 'runs' .* is already registered"):
+    with pytest.raises(ValueError, match="is already registered"):
         load(path)
     # Whoever has not loaded the file refuses its frames, by their format id.
     frame = profile.encode(kv, layout)
