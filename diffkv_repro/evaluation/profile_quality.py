@@ -4,6 +4,7 @@ All profiles are asked the same prompts, and each prompt's exact attention is co
 uncompressed FP32 run on the same items, resampled together with it.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from diffkv_repro.evaluation.workers import shared
 from diffkv_repro.models import LoadedModel
 from diffkv_repro.models.hf import AttentionCall, decoder_of, intercept_attention
 from diffkv_repro.workloads.tasks import PATTERNS, Item
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("workload", "profile", "item", "score", "plain", "ratio", "kl", "agreement", "tokens", "reads")
 _CODE = "evaluation/profile_quality"
@@ -117,7 +120,7 @@ def summarise(judged: pd.DataFrame, workloads: Iterable[Workload], *, seed: int 
     ``agreement``.
 
     Of tasks ``relative`` is the score over the uncompressed one; of texts the uncompressed perplexity over the
-    profile's. Raises ValueError for a task that the uncompressed model never solves: nothing is relative to 0.
+    profile's. A task that the uncompressed model never solves is left out, with a warning: nothing is relative to 0.
     """
     texts = {workload.name for workload in workloads if workload.texts}
     rows = []
@@ -126,8 +129,9 @@ def summarise(judged: pd.DataFrame, workloads: Iterable[Workload], *, seed: int 
             gain = mean_interval((own["score"] - own["plain"]).tolist(), seed=seed)
             found = Interval(*(math.exp(edge) for edge in (gain.mean, gain.low, gain.high)), gain.n)
         else:
-            if not own["plain"].sum():
-                raise ValueError(f"workload {workload}: the uncompressed model solves none of {len(own)} items")
+            if not own["plain"].any():
+                log.warning("%s is left out: the uncompressed model solves none of %d items", workload, len(own))
+                continue
             found = ratio_interval(own["score"].tolist(), own["plain"].tolist(), seed=seed)
         means = {name: float(own[name].mean()) for name in ("score", "plain", "kl", "agreement")}
         ratio = len(own) / float((1 / own["ratio"]).sum())  # all bytes of 16-bit KV over all bytes sent

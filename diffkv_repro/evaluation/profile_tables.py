@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from diffkv_repro.evaluation.intervals import Interval
+
 NONE = "none"  # no compression: always good enough, at a ratio of 1
 
 
@@ -43,15 +45,37 @@ def chance_of_one_winner(
     rng = np.random.default_rng(seed)
     winners: list[list[str]] = []
     for workload, own in judged.groupby("workload", sort=False):
-        score = own.pivot(index="profile", columns="item", values="score")
-        plain = own[own["profile"] == score.index[0]].sort_values("item")["plain"].to_numpy()
+        profiles, relative = _resampled(own, workload in texts, rng, resamples)
         ratios = (1 / own.groupby("profile")["ratio"].apply(lambda part: (1 / part).mean())).to_dict()
-        draws = rng.integers(0, len(plain), size=(resamples, len(plain)))
-        found, base = score.to_numpy()[:, draws].mean(axis=2), plain[draws].mean(axis=1)
-        relative = np.exp(found - base) if workload in texts else found / np.where(base == 0, np.inf, base)
-        passing = [set(score.index[column]) for column in (relative >= threshold).T]
+        passing = [set(profiles[column]) for column in (relative >= threshold).T]
         winners.append([_best(ratios, set(names), there)[0] for there in passing])
     return sum(len(set(one)) == 1 and one[0] != NONE for one in zip(*winners, strict=True)) / resamples
+
+
+def mean_relative(
+    judged: pd.DataFrame, texts: Sequence[str], profile: str, *, seed: int = 0, resamples: int = 2000
+) -> Interval:
+    """Relative quality of ``profile``, mean over workloads, with the interval of resampling each workload's items."""
+    rng, means, mean = np.random.default_rng(seed), [], []
+    for workload, own in judged[judged["profile"] == profile].groupby("workload", sort=False):
+        means.append(_resampled(own, workload in texts, rng, resamples)[1][0])
+        score, plain = own["score"].mean(), own["plain"].mean()
+        mean.append(np.exp(score - plain) if workload in texts else score / plain)
+    low, high = np.quantile(np.mean(means, axis=0), [0.025, 0.975])
+    return Interval(float(np.mean(mean)), float(low), float(high), len(judged[judged["profile"] == profile]))
+
+
+def _resampled(
+    own: pd.DataFrame, likelihood: bool, rng: np.random.Generator, resamples: int
+) -> tuple[pd.Index, np.ndarray]:
+    """Profiles of one workload, and their relative quality [profiles, resamples] on the same resampled items."""
+    score = own.pivot(index="profile", columns="item", values="score")
+    plain = own[own["profile"] == score.index[0]].sort_values("item")["plain"].to_numpy()
+    draws = rng.integers(0, len(plain), size=(resamples, len(plain)))
+    found, base = score.to_numpy()[:, draws].mean(axis=2), plain[draws].mean(axis=1)
+    if likelihood:
+        return score.index, np.exp(found - base)
+    return score.index, np.where(base == 0, 1.0, found / np.where(base == 0, 1.0, base))
 
 
 def unified(summary: pd.DataFrame, names: Sequence[str], threshold: float) -> tuple[str, float]:

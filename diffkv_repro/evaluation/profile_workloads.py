@@ -10,22 +10,6 @@ from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.models import LoadedModel
 from diffkv_repro.workloads.tasks import make_items
 
-# With their own settings. KVServe's default profile is one more that never changes, but no method of others.
-PUBLISHED = (
-    "int4", "quarot-4bit", "kivi-2bit", "kivi-4bit", "cachegen-1", "cachegen-2", "cachegen-3", "kvquant-4bit",
-    "duoattention",
-)  # fmt: skip
-# From careful to greedy: parts of several methods, with an entropy coder behind them.
-COMBINED = (
-    "none | uniform K24 V16 channel/token | ans",
-    "none | mixhq r=0.5 K24/16 V16/12 | ans",
-    "hadamard | uniform K16 V16 channel/token | ans",
-    "unrope | uniform K16 V16 channel/token | ans",
-    "unrope | mixhq r=0.5 K16/12 V16/10 | ans",
-    "unrope | uniform K12 V12 channel/token | ans",
-    "none | mixhq r=0.8 K16/12 V12/8 | ans",
-)
-
 
 def workloads(
     texts: Mapping[str, Sequence[Tensor]],

@@ -118,8 +118,7 @@ def test_intervals_resample_the_uncompressed_run_too():
     (found,) = summarise(pd.DataFrame(worse), []).to_dict("records")
     assert found["relative"] == pytest.approx(0.75)
     assert found["low"] < 0.75 < found["high"] < 1
-    with pytest.raises(ValueError, match="workload made: the uncompressed model solves none of 40"):
-        summarise(pd.DataFrame([row | {"plain": 0} for row in rows]), [])
+    assert summarise(pd.DataFrame([row | {"plain": 0} for row in rows]), []).empty
 
 
 def test_what_cannot_be_judged_is_refused(loaded, methods, asked):

@@ -3,7 +3,14 @@
 import pandas as pd
 import pytest
 
-from diffkv_repro.evaluation.profile_tables import best_of, chance_of_one_winner, grid, share_won, unified
+from diffkv_repro.evaluation.profile_tables import (
+    best_of,
+    chance_of_one_winner,
+    grid,
+    mean_relative,
+    share_won,
+    unified,
+)
 
 ROWS = [
     ("recall", "a", 5.0, 0.99), ("recall", "b", 3.0, 1.00), ("recall", "c", 9.0, 0.50),
@@ -54,3 +61,14 @@ def test_the_chance_that_one_wins_everywhere():
     assert chance_of_one_winner(close, [], ["a", "b"], 0.97) == pytest.approx(0.95**20, abs=0.05)
     # As likelihoods the same scores mean a factor of exp(-1/20): 0.95, and exp(-0) = 1 in the same resamples.
     assert chance_of_one_winner(close, ["x", "y"], ["a", "b"], 0.97) == pytest.approx(0.95**20, abs=0.05)
+
+
+def test_a_mean_over_workloads_has_an_interval():
+    rows = judged({"x": {"a": (5, [1] * 10 + [0] * 10)}, "y": {"a": (5, [1] * 20)}})
+    found = mean_relative(rows, [], "a")
+    assert found.mean == pytest.approx(0.75)
+    # A share of 20 draws from one half has a standard error of 0.11, and half of that counts.
+    assert found.low == pytest.approx(0.75 - 1.96 * 0.056, abs=0.03)
+    assert found.high == pytest.approx(0.75 + 1.96 * 0.056, abs=0.03)
+    likelihood = mean_relative(rows, ["x", "y"], "a")
+    assert likelihood.mean == pytest.approx((2.718281828**-0.5 + 1) / 2)
