@@ -100,11 +100,11 @@ class _Whole(Ladder):
         step = self.steps_of(place)
         streams.small(step.to(torch.uint8), len(self.steps))
         for index, heads, sink, stop in self._runs(step, place.tokens):
-            for grid, tensor in zip(self.grids(index), (layer.key[heads], layer.value[heads]), strict=True):
-                grid.write(tensor[:, sink:stop], streams, place.half)
+            for grid, tensor in zip(self.grids(index), (layer.key, layer.value), strict=True):
+                grid.write(tensor[heads, sink:stop], streams, place.half)
         low, (sink, recent) = (step > 0).nonzero()[:, 0], self.protected(place.tokens)
-        for grid, tensor in zip(self.grids(0), (layer.key[low], layer.value[low]), strict=True):
-            ends = torch.cat([tensor[:, :sink], tensor[:, place.tokens - recent :]], dim=1)
+        for grid, tensor in zip(self.grids(0), (layer.key, layer.value), strict=True):
+            ends = torch.cat([tensor[low, :sink], tensor[low, place.tokens - recent :]], dim=1)
             grid.write(ends, streams, place.half)
 
     def decode(self, place: Place, streams: StreamReader) -> LayerKV:
