@@ -1,5 +1,6 @@
 """Figures of notebook 09: stage shares, the architecture, static methods by workload, latency against bandwidth."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ def shares(published: Mapping[str, Mapping[str, Sequence[float]]], devices: Sequ
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(
         barmode="stack", title="Moving the cache takes most where the link is slow and the prompt long", height=640,
-        legend=LEGEND_ABOVE, margin={"l": 110, "t": 128},
+        legend=LEGEND_ABOVE, margin={"l": 150, "r": 40, "t": 128},
     )  # fmt: skip
     return figure
 
@@ -73,7 +74,7 @@ def architecture(stages: Mapping[str, Sequence[str]], boxes: Mapping[str, Sequen
         _box(figure, place, name, boxes[name], PALETTE[colour])
     for index, (stage, parts) in enumerate(stages.items()):
         left = 2.1 + 1.3 * index
-        rows = [", ".join(parts[start : start + 2]) for start in range(0, len(parts), 2)]
+        rows = textwrap.wrap(", ".join(parts), 19, break_on_hyphens=False)
         _box(figure, (left, left + 1.2, 2.2, 4.2), stage, rows, PALETTE[1], size=10)
     arrows = [(1.5, 3.2, 2.1, 3.2), (5.9, 3.2, 6.4, 3.2), (7.9, 3.2, 8.5, 3.2), (4.2, 0.65, 4.8, 0.65),
               (5.3, 1.3, 5.3, 2.2), (9.3, 2.2, 9.3, 1.3)]  # fmt: skip
