@@ -116,8 +116,10 @@ def static(summary: pd.DataFrame, published: Mapping[str, pd.DataFrame], thresho
     low, high = 100 * grid(summary, "low"), 100 * grid(summary, "high")
     counts = summary.drop_duplicates("workload").set_index("workload")["n"]
     kept = summary["profile"].nunique()
+    above, below, between = 46 * kept, 40 * len(published["quality"]), 100
     figure = make_subplots(
-        rows=2, cols=2, row_heights=[0.68, 0.32], vertical_spacing=0.13, horizontal_spacing=0.05, shared_yaxes="rows",
+        rows=2, cols=2, row_heights=[above, below], vertical_spacing=between / (above + below + between),
+        horizontal_spacing=0.05, shared_yaxes="rows",
         subplot_titles=("relative quality, % [95 % interval]", "compression ratio", "published: relative quality, %",
                         "published: compression ratio"),
     )  # fmt: skip
@@ -134,8 +136,8 @@ def static(summary: pd.DataFrame, published: Mapping[str, pd.DataFrame], thresho
           list(published["ratio"].columns), theirs, 2, 2)  # fmt: skip
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(
-        title="No static method is both good enough and smallest on every workload", height=400 + 46 * kept,
-        margin={"l": 120, "t": 100},
+        title="No static method is both good enough and smallest on every workload",
+        height=above + below + between + 204, margin={"l": 120, "t": 100},
     )  # fmt: skip
     return figure
 
@@ -185,15 +187,16 @@ def latency(panels: Mapping[str, tuple[Sequence[MeasuredProfile], float, Sequenc
             marker={"color": "black", "size": 6}, showlegend=False, row=1, col=column,
         )  # fmt: skip
         _parts(figure, profiles, size, gbps, column)
-    figure.update_xaxes(title_text="bandwidth, Gbps", type="log", row=1)
-    figure.update_yaxes(title_text="seconds", type="log", exponentformat="power", row=1, col=1)
+    figure.update_xaxes(title_text="bandwidth, Gbps", type="log", dtick=1, row=1)
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power", row=1)
+    figure.update_yaxes(title_text="seconds", row=1, col=1)
     figure.update_yaxes(title_text="seconds", row=2, col=1)
     figure.update_layout(
-        barmode="stack", title="The best method depends on the link, and above its own bandwidth none pays", height=760,
-        margin={"t": 96},
+        barmode="stack", title="The best method depends on the link, and above its own bandwidth none pays", height=820,
+        margin={"t": 96, "b": 150},
         legend={"x": 0.44, "xanchor": "right", "y": 0.99, "yanchor": "top", "font": {"size": 11}},
         legend2={"x": 1.0, "xanchor": "right", "y": 0.99, "yanchor": "top", "font": {"size": 11}},
-        legend3={"x": 1.0, "xanchor": "right", "y": 0.36, "yanchor": "top", "font": {"size": 11}},
+        legend3={"x": 1.0, "xanchor": "right", "y": 0.33, "yanchor": "top", "font": {"size": 11}},
     )  # fmt: skip
     return figure
 
@@ -202,7 +205,7 @@ def _parts(
     figure: go.Figure, profiles: Sequence[MeasuredProfile], size: float, gbps: Sequence[float], column: int
 ) -> None:
     """Stacked times of every profile at every bandwidth."""
-    names = [[f"{b:.3g} Gbps" for b in gbps for _ in range(len(profiles) + 1)],
+    names = [[f"{b:.2g} Gbps" if b < 10 else f"{b:.0f} Gbps" for b in gbps for _ in range(len(profiles) + 1)],
              [profile.name for _ in gbps for profile in (NO_COMPRESSION, *profiles)]]  # fmt: skip
     pairs = [(b * GBPS, profile) for b in gbps for profile in (NO_COMPRESSION, *profiles)]
     parts = {
@@ -215,4 +218,4 @@ def _parts(
             x=names, y=values, name=name, marker_color=colour, legendgroup=name, legend="legend3",
             showlegend=column == 1, row=2, col=column,
         )  # fmt: skip
-    figure.update_xaxes(tickfont={"size": 9}, row=2, col=column)
+    figure.update_xaxes(tickfont={"size": 9}, tickangle=-90, row=2, col=column)
