@@ -117,8 +117,8 @@ def test_bad_requests_are_named(smollm2):
 def test_a_cache_said_over_is_long_enough_to_see_its_memory():
     layout = layout_of(3, 2, 16)
     kv = kv_of(layout, 50)
-    wide, shape = repeated(kv, layout, 400)
-    assert (wide.tokens, len(wide.layers), shape.layers) == (20_000, 2, 2)
+    wide, shape = repeated(kv, layout, 4000)
+    assert (wide.tokens, len(wide.layers), shape.layers) == (200_000, 2, 2)
     assert torch.equal(wide.layers[1].key[:, 50:100], kv.layers[1].key)
     sent = Profile.parse("none | uniform K16 V16 | bitpack")
-    assert 0 <= peak_layers(sent, wide, shape) < 4
+    assert 0 <= peak_layers(sent, wide, shape) <= 2
