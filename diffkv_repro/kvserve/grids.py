@@ -69,10 +69,9 @@ class Grid:
         for piece, into in zip(self._split(tensor), self._pieces(codes), strict=True):
             if self.symmetric:
                 found, *params = _symmetric(piece, self.levels)
+                into.copy_(found)
             else:
-                stored = quantize(piece, self.levels, axis=self.axis, group=self.group)
-                found, *params = stored.codes, stored.scale, stored.zero
-            into.copy_(found)
+                params = self._quantised(piece, into)
             parts.append(tuple(params))
         for params in zip(*parts, strict=True):
             streams.meta(torch.cat(params, dim=self._along))
@@ -101,6 +100,18 @@ class Grid:
         if not self._joins:
             return values
         return values.view(tokens, heads, channels).permute(1, 0, 2)
+
+    def _quantised(self, piece: Tensor, into: Tensor) -> list[Tensor]:
+        """Scale and zero point of a piece, whose codes go ``into``; a head of many tokens channel by channel."""
+        width = piece.shape[-1]
+        if self.axis == "channel":
+            width = max(1, _PIECE * width // max(_PIECE, piece.numel()))
+        found = []
+        for part, codes in zip(piece.split(width, dim=-1), into.split(width, dim=-1), strict=True):
+            stored = quantize(part, self.levels, axis=self.axis, group=self.group)
+            codes.copy_(stored.codes)
+            found.append((stored.scale, stored.zero))
+        return [torch.cat(params, dim=-1) if len(found) > 1 else params[0] for params in zip(*found, strict=True)]
 
     def _values(self, codes: Tensor, params: list[Tensor], dtype: torch.dtype) -> Tensor:
         if self.symmetric:
