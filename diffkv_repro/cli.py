@@ -142,7 +142,7 @@ def doctor() -> None:
     "run", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def lm_eval_run(context: typer.Context) -> None:
-    """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kivi, h2o, ...
+    """Evaluate a model: all options of `lm-eval run`, and --model diffkv, fp16, uniform, kvserve, kivi, ...
 
     Example: diffkv-repro lm-eval run --model diffkv --model_args pretrained=smollm2-135m,policy=K8V4-K4V2
     --include_path tasks --tasks diffkv_local

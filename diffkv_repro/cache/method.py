@@ -22,6 +22,7 @@ class Method(ABC):
     """
 
     needs_rope: ClassVar[bool] = False
+    code: ClassVar[tuple[str, ...]] = ()  # modules that results depend on, beyond those of the compressed cache
 
     @property
     def needs_bias(self) -> bool:

@@ -16,7 +16,7 @@ __all__ = ["Finished", "identity_of"]
 _CODE = ("evaluation/decoding", "evaluation/generation", "evaluation/lm_eval_model")
 
 
-def identity_of(loaded: LoadedModel, method: Method, storage: str) -> dict[str, Any]:
+def identity_of(loaded: LoadedModel, method: Method, storage: str, *, code: tuple[str, ...] = _CODE) -> dict[str, Any]:
     """What every answer depends on: weights, tokenizer, dtype, device, method, storage, libraries, and this code."""
     versions = {name: version for name, version in package_versions().items() if name in ("torch", "transformers")}
     return {
@@ -27,7 +27,7 @@ def identity_of(loaded: LoadedModel, method: Method, storage: str) -> dict[str, 
         "method": parameters(method),
         "storage": storage,
         "versions": versions,
-        "code": code_digest(*_CODE)[:16],
+        "code": code_digest(*code, *method.code)[:16],
     }
 
 

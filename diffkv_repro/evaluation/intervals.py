@@ -37,10 +37,17 @@ def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 10
 def ratio_interval(
     over: Sequence[float], under: Sequence[float], *, seed: int = 0, resamples: int = 10_000
 ) -> Interval:
-    """Quotient of two means over the same texts, resampled together."""
+    """Quotient of two means over the same texts, resampled together.
+
+    A resample whose lower mean is 0 says nothing and is left out. Raises ValueError where the lower mean itself is 0.
+    """
     top, bottom = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
     if top.shape != bottom.shape or top.ndim != 1 or not len(top):
         raise ValueError(f"values have shapes {top.shape} and {bottom.shape}; one number a text is needed in each")
+    if not bottom.mean():
+        raise ValueError("the values to divide by have a mean of 0")
     draws = np.random.default_rng(seed).integers(0, len(top), size=(resamples, len(top)))
-    low, high = np.quantile(top[draws].mean(axis=1) / bottom[draws].mean(axis=1), [0.025, 0.975])
+    over_draws, under_draws = top[draws].mean(axis=1), bottom[draws].mean(axis=1)
+    there = under_draws != 0
+    low, high = np.quantile(over_draws[there] / under_draws[there], [0.025, 0.975])
     return Interval(float(top.mean() / bottom.mean()), float(low), float(high), len(top))

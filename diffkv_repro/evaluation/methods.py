@@ -15,6 +15,7 @@ from diffkv_repro.cache.method import FullPrecision, Method, Uniform
 from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv.policy import CompressionPolicy
 from diffkv_repro.evaluation.options import coerce
+from diffkv_repro.evaluation.transferred import Transferred
 
 _RULES = {"paper": CompressionPolicy.paper, "released": CompressionPolicy.released}
 # Of the two-tier constructors; everything else is a field of CompressionPolicy.
@@ -23,7 +24,7 @@ _TWO_TIERS = {"policy": str, "alpha_high": float, "alpha_low": float}
 
 def methods() -> tuple[str, ...]:
     """Names that :func:`make_method` knows."""
-    return ("fp16", "uniform", "diffkv", *BASELINES)
+    return ("fp16", "uniform", "diffkv", "kvserve", *BASELINES)
 
 
 def make_method(method: str | Method = "diffkv", model: Any = None, **options: Any) -> Method:
@@ -34,6 +35,8 @@ def make_method(method: str | Method = "diffkv", model: Any = None, **options: A
     - ``diffkv``: ``policy`` (high-low, as ``K8V4-K4V2``), ``alpha_high``, ``alpha_low``, ``rule`` (``paper`` or
       ``released``) and any field of :class:`CompressionPolicy`; or ``policy_file``, a JSON file, beside which fields
       may be given that replace those of the file.
+    - ``kvserve``: ``profile``, a name or a line such as ``hadamard | mixhq r=0.8 K12/6 V8/4 | ans``; ``texts`` or a
+      file of ``heads`` to rank heads by, a file of ``affine`` maps. Prompts go through frames; needs ``model``.
     - a baseline: the fields of its dataclass, or the arguments of its ``for_model``, which needs ``model``, a
       :class:`~diffkv_repro.models.LoadedModel`.
 
@@ -51,9 +54,9 @@ def make_method(method: str | Method = "diffkv", model: Any = None, **options: A
         return Uniform(**_typed(method, Uniform, {"precision": Precision(8, 4)} | options))
     if method == "diffkv":
         return _diffkv(options)
-    if method not in BASELINES:
+    if method not in BASELINES and method != "kvserve":
         raise ValueError(f"unknown method {method!r}; allowed are {', '.join(methods())}")
-    kind = baseline(method)
+    kind = Transferred if method == "kvserve" else baseline(method)
     if not hasattr(kind, "for_model"):
         return kind(**_typed(method, kind, options))
     if model is None:
@@ -113,6 +116,8 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "identity"):
+        return _plain(value.identity)
     if isinstance(value, Precision):
         return str(value)
     if dataclasses.is_dataclass(value):

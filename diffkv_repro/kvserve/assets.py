@@ -1,8 +1,8 @@
 """What parts of a profile need beside keys and values: scores to rank by, and what transforms have learnt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,17 +29,26 @@ class Assets:
     """Rankings are for the encoder alone: frames carry what came of them. The rest both sides need, and a frame carries
     its digest.
 
-    ``heads`` scores of KV heads; ``layer_scores`` [layers]; ``token_scores`` a tensor [kv_heads, tokens] a layer;
-    higher is more important. ``received`` is what DiffKV ranks tokens by. ``affine`` learnt maps; ``rotary`` the
-    model's rotary embedding and key biases.
+    ``heads`` scores of KV heads; ``layer_scores`` [layers]; ``token_scores`` a tensor [kv_heads, tokens] a layer (a
+    sequence, or by layer); higher is more important. ``received`` is what DiffKV ranks tokens by. ``affine`` learnt
+    maps; ``rotary`` the model's rotary embedding and key biases.
     """
 
     heads: "HeadScores | None" = None
     layer_scores: Sequence[float] | None = None
-    token_scores: Sequence[Tensor] | None = None
+    token_scores: Sequence[Tensor] | Mapping[int, Tensor] | None = None
     received: PromptScores | None = None
     affine: "AffineMaps | None" = None
     rotary: "RotaryKeys | None" = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on, as plain data: scores of heads and layers, digests of what both sides share."""
+        shared = {name: getattr(self, name) for name in ("affine", "rotary")}
+        return {
+            "heads": None if self.heads is None else self.heads.scores,
+            "layers": None if self.layer_scores is None else [float(score) for score in self.layer_scores],
+        } | {name: None if part is None else part.digest.hex() for name, part in shared.items()}
 
 
 @dataclass(frozen=True)

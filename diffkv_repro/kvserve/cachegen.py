@@ -28,6 +28,7 @@ class CacheGen(Quantizer):
     level: int = 2
     name: ClassVar[str] = "cachegen"
     format_id: ClassVar[int] = 8
+    shorthand = ((r"level (\d+)", ("level",)),)
 
     def __post_init__(self) -> None:
         require_whole("level", self.level, 1, 3)

@@ -61,6 +61,7 @@ class Codec(Part):
 
 
 CODECS = Registry("codec")
+PIECE = 1 << 18  # symbols that are packed or coded at a time where working copies are wider than they are
 
 
 def bits_of(levels: int) -> int:
@@ -71,7 +72,11 @@ def bits_of(levels: int) -> int:
 def pack_symbols(symbols: np.ndarray, levels: int) -> bytes:
     """Symbols uint8 [n] without gaps, in the fewest whole bits that ``levels`` need."""
     bits = bits_of(levels)
-    return symbols.tobytes() if bits == 8 else pack(torch.from_numpy(symbols), bits).numpy().tobytes()
+    if bits == 8:
+        return symbols.tobytes()
+    # Piece by piece: packing spreads codes over words. Whole bytes, for a piece is a multiple of eight codes.
+    pieces = (symbols[start : start + PIECE] for start in range(0, len(symbols), PIECE))
+    return b"".join(pack(torch.from_numpy(piece), bits).numpy().tobytes() for piece in pieces)
 
 
 def unpack_symbols(data: bytes, count: int, levels: int) -> np.ndarray:
@@ -81,7 +86,12 @@ def unpack_symbols(data: bytes, count: int, levels: int) -> np.ndarray:
         raise CodecError(f"{len(data)} bytes do not hold {count} codes of {bits} bits")
     if not count:
         return np.zeros(0, dtype=np.uint8)
-    return require_levels(unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), bits, count).numpy(), levels)
+    whole, symbols = np.frombuffer(data, dtype=np.uint8), np.empty(count, dtype=np.uint8)
+    for start in range(0, count, PIECE):
+        many = min(PIECE, count - start)
+        piece = torch.from_numpy(whole[start * bits // 8 :][: packed_bytes(many, bits)].copy())
+        symbols[start : start + many] = unpack(piece, bits, many).numpy()
+    return require_levels(symbols, levels)
 
 
 def require_levels(symbols: np.ndarray, levels: int) -> np.ndarray:

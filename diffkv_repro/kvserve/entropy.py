@@ -8,7 +8,7 @@ same model on both sides, so nothing depends on a machine's floating point beyon
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import constriction
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from diffkv_repro.core.packing import packed_bytes
 from diffkv_repro.kvserve.codecs import (
     CODECS,
+    PIECE,
     Codec,
     CodecError,
     Coded,
@@ -55,7 +56,7 @@ class Entropy(Codec):
         joint = _together(levels, symbols.size // contexts)
         rows = _joined(symbols.reshape(contexts, -1), levels, joint)
         counts = _counts(rows, levels**joint)
-        words = self._compress(rows.astype(np.int32), [_model(row) for row in counts])
+        words = self._compress(rows, [_model(row) for row in counts])
         model = _CODED + counts.astype("<u2").tobytes()
         payload = words.astype("<u4").tobytes()
         if len(model) + len(payload) > 1 + packed_bytes(symbols.size, bits_of(levels)):
@@ -79,15 +80,15 @@ class Entropy(Codec):
             rows = self._expand(words, [_model(row) for row in counts], -(-(count // contexts) // joint))
         except (ValueError, AssertionError) as error:
             raise CodecError(f"not an entropy code of {count} symbols: {error}") from error
-        return _parted(np.stack(rows).astype(np.uint8), levels, joint, count // contexts)
+        return _parted(rows, levels, joint, count // contexts)
 
     @abstractmethod
     def _compress(self, rows: np.ndarray, models: list) -> np.ndarray:
-        """Words uint32 of ``rows`` int32 [contexts, n]."""
+        """Words uint32 of ``rows`` uint8 [contexts, n]."""
 
     @abstractmethod
-    def _expand(self, words: np.ndarray, models: list, count: int) -> list[np.ndarray]:
-        """The rows of ``count`` symbols each."""
+    def _expand(self, words: np.ndarray, models: list, count: int) -> np.ndarray:
+        """The rows, uint8 [contexts, count]."""
 
 
 @CODECS.add
@@ -101,12 +102,13 @@ class Ans(Entropy):
     def _compress(self, rows: np.ndarray, models: list) -> np.ndarray:
         coder = constriction.stream.stack.AnsCoder()
         for row, model in zip(reversed(rows), reversed(models), strict=True):  # a stack: what goes in last comes first
-            coder.encode_reverse(row, model)
+            for piece in reversed(_pieces(row)):
+                coder.encode_reverse(piece.astype(np.int32), model)
         return coder.get_compressed()
 
-    def _expand(self, words: np.ndarray, models: list, count: int) -> list[np.ndarray]:
+    def _expand(self, words: np.ndarray, models: list, count: int) -> np.ndarray:
         coder = constriction.stream.stack.AnsCoder(words)
-        rows = [coder.decode(model, count) for model in models]
+        rows = _rows(coder, models, count)
         if not coder.is_empty():
             raise CodecError("words are left over")
         return rows
@@ -123,15 +125,30 @@ class RangeCoding(Entropy):
     def _compress(self, rows: np.ndarray, models: list) -> np.ndarray:
         coder = constriction.stream.queue.RangeEncoder()
         for row, model in zip(rows, models, strict=True):
-            coder.encode(row, model)
+            for piece in _pieces(row):
+                coder.encode(piece.astype(np.int32), model)
         return coder.get_compressed()
 
-    def _expand(self, words: np.ndarray, models: list, count: int) -> list[np.ndarray]:
+    def _expand(self, words: np.ndarray, models: list, count: int) -> np.ndarray:
         coder = constriction.stream.queue.RangeDecoder(words)
-        rows = [coder.decode(model, count) for model in models]
+        rows = _rows(coder, models, count)
         if not coder.maybe_exhausted():
             raise CodecError("words are left over")
         return rows
+
+
+def _pieces(row: np.ndarray) -> list[np.ndarray]:
+    """The coders take 32 bits a symbol: four times what it needs, so not all of a row at once."""
+    return [row[start : start + PIECE] for start in range(0, len(row), PIECE)]
+
+
+def _rows(coder: Any, models: list, count: int) -> np.ndarray:
+    """``count`` symbols of every model in turn, uint8 [models, count]."""
+    rows = np.empty((len(models), count), dtype=np.uint8)
+    for row, model in zip(rows, models, strict=True):
+        for piece in _pieces(row):
+            piece[:] = coder.decode(model, len(piece))
+    return rows
 
 
 def _together(levels: int, count: int) -> int:
@@ -146,7 +163,9 @@ def _together(levels: int, count: int) -> int:
 def _joined(rows: np.ndarray, levels: int, joint: int) -> np.ndarray:
     """Rows uint8 [contexts, n] with ``joint`` symbols in one, [contexts, ceil(n / joint)]; zeros fill the last."""
     missing = -rows.shape[1] % joint
-    digits = np.pad(rows, ((0, 0), (0, missing))).reshape(len(rows), -1, joint)
+    if joint == 1:
+        return rows
+    digits = (np.pad(rows, ((0, 0), (0, missing))) if missing else rows).reshape(len(rows), -1, joint)
     number = digits[..., 0].copy()
     for index in range(1, joint):
         number *= np.uint8(levels)
@@ -156,6 +175,8 @@ def _joined(rows: np.ndarray, levels: int, joint: int) -> np.ndarray:
 
 def _parted(rows: np.ndarray, levels: int, joint: int, count: int) -> np.ndarray:
     """The inverse, flat: ``count`` symbols a row."""
+    if joint == 1:
+        return rows[:, :count].ravel()
     digits = np.empty((*rows.shape, joint), dtype=np.uint8)
     for index in range(joint - 1, 0, -1):
         above = rows // np.uint8(levels)

@@ -94,7 +94,7 @@ class Frame:
     @cached_property
     def code_bytes(self) -> int:
         """Codes alone, as the codec left them: no scales, no statistics of the codec, no lengths, no header."""
-        return sum(_SECTION.unpack_from(section)[3] for section in self.sections)
+        return sum(map(code_bytes, self.sections))
 
     @property
     def ratio(self) -> float:
@@ -115,7 +115,7 @@ class Frame:
         used = assets or self.assets
         self.header.require_state(used)
         for layer, section in enumerate(self.sections):
-            yield _decoded(section, self.header, layer, used)
+            yield decode_layer(self.header, layer, section, used)
 
 
 def stream(
@@ -141,7 +141,34 @@ def receive(
     if check is not None:
         check(header)
     for layer in range(layout.layers):
-        yield _decoded(_section(read, header, layer), header, layer, used)
+        yield decode_layer(header, layer, _section(read, header, layer), used)
+
+
+def encode_layer(header: Header, index: int, layer: LayerKV, assets: Assets) -> bytes:
+    """The section of one layer, for whoever gets layers one at a time; :meth:`Profile.stream` is for the rest."""
+    profile, layout = header.profile, header.layout
+    require_shape(layer, layout, header.tokens)
+    place = Place(layout, index, header.tokens, header.start, assets=assets)
+    streams = StreamWriter(profile.codec)
+    _write_layer(profile, layer, place, streams)
+    return section_of(header, index, streams)
+
+
+def decode_layer(header: Header, index: int, section: bytes, assets: Assets) -> LayerKV:
+    """One layer of a section that was checked. Raises FrameError for a body that is none."""
+    place = Place(header.layout, index, header.tokens, header.start, assets=assets)
+    streams = StreamReader(body_of(section), header.profile.codec)
+    try:
+        found = _read_layer(header.profile, place, streams)
+        streams.finish()
+    except CodecError as error:
+        raise FrameError(f"layer {index} is damaged: {error}") from error
+    return found
+
+
+def code_bytes(section: bytes) -> int:
+    """Bytes of codes in a section."""
+    return _SECTION.unpack_from(section)[3]
 
 
 def frame_length(
@@ -163,17 +190,13 @@ def frame_length(
 
 
 def _sections(header: Header, layers: Iterable[LayerKV], assets: Assets) -> Iterator[bytes]:
-    profile, layout = header.profile, header.layout
-    profile.codec.require()
+    layout = header.layout
+    header.profile.codec.require()
     count = 0
     for count, layer in enumerate(layers, start=1):
         if count > layout.layers:
             raise ValueError(f"more layers came than the layout's {layout.layers}")
-        require_shape(layer, layout, header.tokens)
-        place = Place(layout, count - 1, header.tokens, header.start, assets=assets)
-        streams = StreamWriter(profile.codec)
-        _write_layer(profile, layer, place, streams)
-        yield section_of(header, count - 1, streams)
+        yield encode_layer(header, count - 1, layer, assets)
     if count != layout.layers:
         raise ValueError(f"{count} layers came; the layout has {layout.layers}")
 
@@ -194,8 +217,6 @@ def _write_layer(profile: Profile, layer: LayerKV, place: Place, streams: Stream
     if profile.quantizer.exact and not profile.transforms:
         profile.quantizer.encode(layer, place, streams)
         return
-    if profile.transforms:
-        layer = LayerKV(layer.key.float(), layer.value.float())
     for transform in profile.transforms:
         layer = transform.forward(layer, place, streams)
     # Quantizers count in FP16. What is larger (float32, bfloat16, a rotated outlier) comes down by a power of two.
@@ -255,17 +276,6 @@ def _section(read: Callable[[int], Any], header: Header, layer: int) -> bytes:
     if _crc(header, index, codes, length, [body]) != crc:
         raise FrameError(f"layer {layer} is damaged: its checksum does not match")
     return head + body
-
-
-def _decoded(section: bytes, header: Header, layer: int, assets: Assets) -> LayerKV:
-    place = Place(header.layout, layer, header.tokens, header.start, assets=assets)
-    streams = StreamReader(body_of(section), header.profile.codec)
-    try:
-        found = _read_layer(header.profile, place, streams)
-        streams.finish()
-    except CodecError as error:
-        raise FrameError(f"layer {layer} is damaged: {error}") from error
-    return found
 
 
 def _crc(header: Header, layer: int, codes: int, length: int, parts: Iterable[bytes]) -> int:

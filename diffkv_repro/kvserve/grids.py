@@ -1,5 +1,6 @@
 """``Grid``: how one tensor of a layer is rounded: how many levels, and what shares a scale."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 KEPT = 65536  # levels of a number that stays in 16 bits
 _PIECE = 1 << 18  # numbers
 AXES = ("token", "channel", "tensor")
+AXIS_PAIR = rf"({'|'.join(AXES)})/({'|'.join(AXES)})"  # of keys and of values, as profiles are written
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,16 @@ class Grid:
         if self.levels == KEPT:
             streams.numbers(tensor.to(half))
             return
-        block = self._block(tensor)
-        codes = torch.empty(block.shape, dtype=torch.uint8, device=block.device)
+        heads, tokens, channels = tensor.shape
+        shape = (1, tokens, heads * channels) if self._joins else (heads, tokens, channels)
+        codes = torch.empty(shape, dtype=torch.uint8, device=tensor.device)
         parts: list[tuple[Tensor, ...]] = []
-        for piece, into in zip(self._pieces(block), self._pieces(codes), strict=True):
+        for piece, into in zip(self._split(tensor), self._pieces(codes), strict=True):
             if self.symmetric:
                 found, *params = _symmetric(piece, self.levels)
+                into.copy_(found)
             else:
-                stored = quantize(piece, self.levels, axis=self.axis, group=self.group)
-                found, *params = stored.codes, stored.scale, stored.zero
-            into.copy_(found)
+                params = self._quantised(piece, into)
             parts.append(tuple(params))
         for params in zip(*parts, strict=True):
             streams.meta(torch.cat(params, dim=self._along))
@@ -99,6 +101,18 @@ class Grid:
             return values
         return values.view(tokens, heads, channels).permute(1, 0, 2)
 
+    def _quantised(self, piece: Tensor, into: Tensor) -> list[Tensor]:
+        """Scale and zero point of a piece, whose codes go ``into``; a head of many tokens channel by channel."""
+        width = piece.shape[-1]
+        if self.axis == "channel":
+            width = max(1, _PIECE * width // max(_PIECE, piece.numel()))
+        found = []
+        for part, codes in zip(piece.split(width, dim=-1), into.split(width, dim=-1), strict=True):
+            stored = quantize(part, self.levels, axis=self.axis, group=self.group)
+            codes.copy_(stored.codes)
+            found.append((stored.scale, stored.zero))
+        return [torch.cat(params, dim=-1) if len(found) > 1 else params[0] for params in zip(*found, strict=True)]
+
     def _values(self, codes: Tensor, params: list[Tensor], dtype: torch.dtype) -> Tensor:
         if self.symmetric:
             values = (codes.int() - (self.levels // 2 - 1)).float() * params[0].float()[..., None]
@@ -117,6 +131,15 @@ class Grid:
         extent = max(1, _PIECE * block.shape[self._along] // block.numel())
         return block.split(extent, dim=self._along)
 
+    def _split(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The same parts of what is not in that form yet: the heads of a token are brought together in each."""
+        if not self._joins:
+            yield from self._pieces(tensor)
+            return
+        extent = max(1, _PIECE * tensor.shape[1] // tensor.numel())
+        for piece in tensor.split(extent, dim=1):
+            yield piece.permute(1, 0, 2).reshape(1, piece.shape[1], -1)
+
     @property
     def _symbols(self) -> int:
         return self.levels - 1 if self.symmetric else self.levels
@@ -124,9 +147,6 @@ class Grid:
     @property
     def _joins(self) -> bool:
         return self.joint and self.axis != "channel" and self.group is None
-
-    def _block(self, tensor: Tensor) -> Tensor:
-        return tensor.permute(1, 0, 2).reshape(1, tensor.shape[1], -1) if self._joins else tensor
 
     def _params(self, block: tuple[int, int, int]) -> tuple[int, ...]:
         heads, tokens, channels = block

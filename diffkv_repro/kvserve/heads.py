@@ -26,7 +26,7 @@ from diffkv_repro.models.hf import AttentionCall, decoder_of, intercept_attentio
 from diffkv_repro.models.rope import Rope
 from diffkv_repro.models.zoo import LoadedModel
 
-METHODS = ("mean-attention", "induction")
+METHODS = ("mean-attention", "induction", "gates")
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,17 @@ def score_heads(
     ``mean-attention``: the query at position ``span`` - 1 attends to ``span`` equal keys; the score is the mean of the
     cumulative attention, oldest first (the area under it), averaged over the query heads of a KV head and the texts.
     ``induction``: attention to an earlier occurrence, on random tokens (:func:`retrieval_scores`); texts are not read.
+    ``gates``: DuoAttention's, optimised (:func:`~diffkv_repro.kvserve.gates.optimise_gates`, at its defaults).
     Raises ValueError for no text, UnsupportedAttention for models without a rotary embedding.
     """
     require_choice("method", method, METHODS)
     require_whole("span", span, 2)
     require_whole("longest", longest, 1)
     settings: dict[str, Any] = {"span": span, "longest": longest}
+    if method == "gates":
+        from diffkv_repro.kvserve.gates import optimise_gates  # which makes scores, as this does
+
+        return optimise_gates(loaded)
     if method == "induction":
         scores, settings = torch.from_numpy(retrieval_scores(loaded)), {}
     else:

@@ -12,7 +12,7 @@ from diffkv_repro.kvserve.assets import Place
 from diffkv_repro.kvserve.codecs import CodecError
 from diffkv_repro.kvserve.layout import LayerKV
 from diffkv_repro.kvserve.quantizers import QUANTIZERS, Quantizer
-from diffkv_repro.kvserve.registry import require_share, require_whole
+from diffkv_repro.kvserve.registry import require_share, require_whole, short
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 
 
@@ -32,6 +32,7 @@ class KVQuant(Quantizer):
     sink: int = 1
     name: ClassVar[str] = "kvquant"
     format_id: ClassVar[int] = 9
+    shorthand = ((r"nuq(\d+)", ("levels",)), (r"(\S+) outliers", ("outliers",)))
 
     def __post_init__(self) -> None:
         require_whole("levels", self.levels, 2, 256)
@@ -95,7 +96,7 @@ class KVQuant(Quantizer):
         return x
 
     def __str__(self) -> str:
-        return f"{self.name} nuq{self.levels} {self.outliers:.3g} outliers sink={self.sink}"
+        return f"{self.name} nuq{self.levels} {short(self.outliers)} outliers sink={self.sink}"
 
 
 def _index(width: int) -> torch.dtype:

@@ -4,22 +4,24 @@ KVServe describes three granularities of one idea. A unit's rank decides its ste
 what DuoAttention (heads), PyramidKV (layers) and SnapKV (tokens) do.
 """
 
+import re
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from diffkv_repro.kvserve.assets import Place
-from diffkv_repro.kvserve.grids import AXES, KEPT, Grid, require_levels_of
+from diffkv_repro.kvserve.grids import AXES, AXIS_PAIR, KEPT, Grid, require_levels_of
 from diffkv_repro.kvserve.layout import LayerKV
 from diffkv_repro.kvserve.quantizers import QUANTIZERS, Quantizer
-from diffkv_repro.kvserve.registry import require_choice, require_share, require_whole
+from diffkv_repro.kvserve.registry import require_choice, require_share, require_whole, short
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 
 Steps = tuple[tuple[int, int], ...]
+_STEP = re.compile(r"([\d.e-]+):(?:(16bit)|K(\d+)V(\d+)|0)")  # a share and its levels, as ladders are written
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,22 @@ class Ladder(Quantizer):
         sink = min(self.sink, tokens)
         return sink, min(self.recent, tokens - sink)
 
+    @classmethod
+    def words(cls, text: str) -> dict[str, Any]:
+        found = [_STEP.fullmatch(word) for word in text.split()]
+        rest = super().words(" ".join(word for word, step in zip(text.split(), found, strict=True) if not step))
+        steps = [step.groups() for step in found if step]
+        if not steps:
+            return rest
+        levels = [[0, 0] if not key and not kept else [KEPT, KEPT] if kept else [int(key), int(value)]
+                  for _, kept, key, value in steps]  # fmt: skip
+        return rest | {"steps": levels, "shares": [float(share) for share, *_ in steps]}
+
     def __str__(self) -> str:
-        steps = " ".join(f"{share:g}:{_step(*pair)}" for share, pair in zip(self.shares, self.steps, strict=True))
-        return f"{self.name} {steps}" + (f" sink={self.sink} recent={self.recent}" if self.sink or self.recent else "")
+        steps = [f"{short(share)}:{_step(*pair)}" for share, pair in zip(self.shares, self.steps, strict=True)]
+        others = [item for item in fields(self) if item.name not in ("steps", "shares")]
+        changed = [item.name for item in others if getattr(self, item.name) != item.default]
+        return " ".join([self.name, *steps, *(f"{name}={getattr(self, name)}" for name in changed)])
 
 
 @dataclass(frozen=True)
@@ -85,11 +100,11 @@ class _Whole(Ladder):
         step = self.steps_of(place)
         streams.small(step.to(torch.uint8), len(self.steps))
         for index, heads, sink, stop in self._runs(step, place.tokens):
-            for grid, tensor in zip(self.grids(index), (layer.key[heads], layer.value[heads]), strict=True):
-                grid.write(tensor[:, sink:stop], streams, place.half)
+            for grid, tensor in zip(self.grids(index), (layer.key, layer.value), strict=True):
+                grid.write(tensor[heads, sink:stop], streams, place.half)
         low, (sink, recent) = (step > 0).nonzero()[:, 0], self.protected(place.tokens)
-        for grid, tensor in zip(self.grids(0), (layer.key[low], layer.value[low]), strict=True):
-            ends = torch.cat([tensor[:, :sink], tensor[:, place.tokens - recent :]], dim=1)
+        for grid, tensor in zip(self.grids(0), (layer.key, layer.value), strict=True):
+            ends = torch.cat([tensor[low, :sink], tensor[low, place.tokens - recent :]], dim=1)
             grid.write(ends, streams, place.half)
 
     def decode(self, place: Place, streams: StreamReader) -> LayerKV:
@@ -131,6 +146,7 @@ class HeadLadder(_Whole):
 
     name: ClassVar[str] = "heads"
     format_id: ClassVar[int] = 5
+    ranks_heads: ClassVar[bool] = True
 
     def steps_of(self, place: Place) -> Tensor:
         scores = place.assets.heads
@@ -174,6 +190,13 @@ class MixHQ(Quantizer):
     value_axis: str = "token"
     name: ClassVar[str] = "mixhq"
     format_id: ClassVar[int] = 4
+    ranks_heads: ClassVar[bool] = True
+    shorthand = (
+        (r"r=(\S+)", ("ratio",)),
+        (r"K(\d+)/(\d+)", ("key_high", "key_low")),
+        (r"V(\d+)/(\d+)", ("value_high", "value_low")),
+        (AXIS_PAIR, ("key_axis", "value_axis")),
+    )
 
     def __post_init__(self) -> None:
         require_share("ratio", self.ratio)
@@ -199,7 +222,7 @@ class MixHQ(Quantizer):
         return self.ladder.decode(place, streams)
 
     def __str__(self) -> str:
-        line = f"{self.name} r={self.ratio:g} K{self.key_high}/{self.key_low} V{self.value_high}/{self.value_low}"
+        line = f"{self.name} r={short(self.ratio)} K{self.key_high}/{self.key_low} V{self.value_high}/{self.value_low}"
         default = (self.key_axis, self.value_axis) == ("channel", "token")
         return line if default else f"{line} {self.key_axis}/{self.value_axis}"
 

@@ -3,11 +3,12 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from diffkv_repro.core.timing import peak_memory
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.frame import Frame
 from diffkv_repro.kvserve.latency import MeasuredProfile
@@ -68,6 +69,24 @@ def measure_all(
             turn = arm.turn()
             own.append((turn.encode, turn.decode))
     return [_run(arm.profile, kv, layout, turn, own) for arm, turn, own in zip(arms, first, seconds, strict=True)]
+
+
+def peak_layers(profile: Profile, kv: KV, layout: KVLayout, *, assets: Assets | None = None) -> float:
+    """Peak memory of encoding ``kv`` piece by piece, beyond the cache itself, in bytes of one of its layers.
+
+    What the process holds is read from the system, so layers of less than some megabytes drown in its noise.
+    """
+    parts = {"start": kv.start, "assets": assets}
+    sum(map(len, profile.stream(kv.layers, layout, kv.tokens, **parts)))  # tables that are kept are not counted
+    with peak_memory() as seen:
+        sum(map(len, profile.stream(kv.layers, layout, kv.tokens, **parts)))
+    return seen.growth * layout.layers / layout.raw_bytes(kv.tokens)
+
+
+def repeated(kv: KV, layout: KVLayout, times: int, *, layers: int = 2) -> tuple[KV, KVLayout]:
+    """The first ``layers`` of a cache said ``times`` over: one as long as it takes to see what memory it needs."""
+    pairs = [(key.repeat(1, times, 1), value.repeat(1, times, 1)) for key, value in kv.pairs[:layers]]
+    return KV.of(pairs, kv.start), replace(layout, layers=layers)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,14 @@ class Prefilled:
     received: PromptScores | None = None
 
 
+def pooled_votes(prompt: PromptAttention, window: int) -> Tensor:
+    """SnapKV's score of every token, [batch, kv_heads, tokens]: the attention of the last ``window`` queries, pooled
+    along the text by its maximum over 7 tokens, mean of the query heads of a KV head."""
+    votes = prompt.rows(window).sum(dim=2)
+    pooled = torch.nn.functional.max_pool1d(votes, _KERNEL, stride=1, padding=_KERNEL // 2)
+    return pooled.unflatten(1, (prompt.call.key.shape[1], -1)).mean(dim=2)
+
+
 def prefill(
     loaded: LoadedModel, input_ids: Tensor, *, dtype: torch.dtype | None = None, window: int | None = None,
     significance: Significance | None = None,
@@ -33,9 +41,8 @@ def prefill(
     """Run ``input_ids`` [1, tokens] through the model and keep every layer's keys (after RoPE) and values.
 
     ``dtype`` is that of the cache, the model's own unless given: a model that computes in float32 on a CPU would be
-    served from 16 bits. With ``window`` tokens are scored as SnapKV does: the attention of the last ``window`` queries,
-    pooled along the text by its maximum over 7 tokens, mean of the query heads of a KV head. With ``significance`` they
-    are scored as DiffKV does: scores received from those queries, the maximum over the query heads of a KV head.
+    served from 16 bits. With ``window`` tokens are scored as SnapKV does (:func:`pooled_votes`). With ``significance``
+    they are scored as DiffKV does: scores received from those queries, the maximum over the query heads of a KV head.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise ValueError(
@@ -50,9 +57,7 @@ def prefill(
         prompt = PromptAttention(call)
         pairs.append((call.key.to(kept).cpu(), call.value.to(kept).cpu()))
         if window is not None:
-            votes = prompt.rows(window).sum(dim=2)
-            pooled = torch.nn.functional.max_pool1d(votes, _KERNEL, stride=1, padding=_KERNEL // 2)
-            scores.append(pooled[0].unflatten(0, (call.key.shape[1], -1)).mean(dim=1).cpu())
+            scores.append(pooled_votes(prompt, window)[0].cpu())
         if significance is not None:
             sums.append(significance.sums(prompt)[0].amax(dim=1).cpu())
         return prompt.output()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 from torch import Tensor
 
-from diffkv_repro.kvserve import cachegen, entropy, kvquant, ladders, nvcomp, token_ladder  # noqa: F401 (they register their parts)
+from diffkv_repro.kvserve import cachegen, contrib, entropy, kvquant, ladders, nvcomp, token_ladder  # noqa: F401 (they register their parts)
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.codecs import CODECS, Codec, NoCodec
 from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MOST_TRANSFORMS = 8
 NAMES: dict[str, "Profile"] = {}
 """What :meth:`Profile.named` finds; ``named`` fills it, which the package imports."""
+
+contrib.register()
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,31 @@ class Profile:
         if name not in NAMES:
             raise ValueError(f"unknown profile {name!r}; allowed are {', '.join(NAMES)}")
         return NAMES[name]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The profile that ``text`` names or describes as :meth:`__str__` does.
+
+        ``hadamard + delta | mixhq r=0.8 K12/6 V8/4 | ans level=3``: transforms, a quantizer, a codec; parameters left
+        out are at their defaults. Raises ValueError for what is neither.
+        """
+        from diffkv_repro.kvserve.named import NAMED
+
+        stages = [stage.strip() for stage in text.split("|")]
+        if text.strip() in NAMED:
+            return NAMED[text.strip()]
+        if len(stages) != 3:
+            known = ", ".join(NAMED)
+            raise ValueError(
+                f"profile {text!r} has {len(stages)} stages; write transforms | quantizer | codec, or {known}"
+            )
+        before = [part for part in stages[0].split("+") if part.strip() != "none"]
+        return cls(tuple(map(TRANSFORMS.parse, before)), QUANTIZERS.parse(stages[1]), CODECS.parse(stages[2]))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on: :meth:`as_dict`."""
+        return self.as_dict()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: every part with its name and all parameters."""

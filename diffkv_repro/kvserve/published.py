@@ -1,10 +1,105 @@
 """Arithmetic on numbers that KVServe publishes. Each function takes those of one figure, as in ``claims.yaml``."""
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import combinations
 from math import prod
 from typing import Any
 
+from diffkv_repro.kvserve.envelope_facts import GBPS
+from diffkv_repro.kvserve.latency import Envelope, MeasuredProfile
 from diffkv_repro.kvserve.pareto import non_dominated
+
+
+def figure_1(paper: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of communication that the published stage times give, and what ten times the bandwidth saves."""
+    shares = shares_of_figure_1(paper)
+    within = [share for own in shares.values() for share, gbps in zip(own, paper["gbps"], strict=True) if gbps <= 50]
+    wire = paper["qasper_ms"]["communication"]
+    return {
+        "smallest_published_share_percent": min(within),
+        "largest_published_share_percent": max(within),
+        "published_qasper_communication_reduction": wire[0] / wire[-1],
+    }
+
+
+def shares_of_figure_1(paper: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Percent of communication in the completion time, by data set, a number a device."""
+    shares = {}
+    for name in ("qasper", "wikimqa"):
+        stages = paper[f"{name}_ms"]
+        columns = zip(stages["prefill"], stages["communication"], stages["decode"], strict=True)
+        shares[name] = [100 * wire / (prefill + wire + decode) for prefill, wire, decode in columns]
+    return shares
+
+
+def figure_2(paper: Mapping[str, Any], bytes_per_token: Mapping[str, int]) -> dict[str, float]:
+    """KV bytes of a token by model, as counted from the models' shapes, and the size that the introduction states."""
+    stated = paper["kv_bytes_per_token"]
+    size = paper["llama_3_1_70b_kv"]["tokens"] * bytes_per_token["llama_70b"]
+    return {
+        "models_with_expected_kv_bytes_per_token": sum(bytes_per_token[name] == stated[name] for name in stated),
+        "llama_70b_kv_gib": size / 2**30,
+        "llama_70b_kv_gb": size / 1e9,
+    }
+
+
+def figure_3(paper: Mapping[str, Any]) -> dict[str, float]:
+    """How many workloads one method wins in the published cells, and how many methods keep the quality everywhere."""
+    won = {}
+    methods = [name for name in paper["accuracy"] if name != "default"]
+    for column in ("accuracy", "compression_ratio"):
+        cells = paper[column]
+        winners = [max(methods, key=lambda name: cells[name][place]) for place in range(len(paper["workloads"]))]
+        won[column] = max(Counter(winners).values())
+    exact, least = paper["accuracy"]["default"], paper["quality_threshold_percent"] / 100
+    everywhere = [
+        name
+        for name in methods
+        if all(mine >= least * its for mine, its in zip(paper["accuracy"][name], exact, strict=True))
+    ]
+    return {
+        "most_accuracy_columns_won": won["accuracy"],
+        "most_ratio_columns_won": won["compression_ratio"],
+        "methods_above_threshold_everywhere": len(everywhere),
+    }
+
+
+def profiles_of_figure_4(paper: Mapping[str, Any]) -> list[MeasuredProfile]:
+    """The three methods with their published sizes and times (quantizer plus codec)."""
+    raw = 1e9 * paper["kv_gb"]
+    return [
+        MeasuredProfile(
+            name, paper["kv_gb"] / size, raw / sum(paper["compress_s"][name]), raw / sum(paper["decompress_s"][name])
+        )
+        for name, size in paper["compressed_gb"].items()
+    ]
+
+
+def figure_4(paper: Mapping[str, Any]) -> dict[str, float]:
+    """Thresholds and crossings that follow from the plotted constants, by equation 5."""
+    profiles = {profile.name: profile for profile in profiles_of_figure_4(paper)}
+    thresholds = {name: profile.break_even / GBPS for name, profile in profiles.items()}
+    text = paper["threshold_gbps_in_text"]
+    envelope = Envelope(profiles.values())
+    best = [envelope.best(gbps * GBPS).name for gbps in range(1, 351)]
+    return {f"{name}_threshold_gbps": value for name, value in thresholds.items()} | {
+        "smallest_constant_over_text_threshold": min(thresholds[name] / text[name] for name in text),
+        "cachegen_mixhq_crossover_gbps": crossing(profiles["cachegen"], profiles["mixhq"]) / GBPS,
+        "bandwidths_where_kivi_is_best": best.count("kivi"),
+    }
+
+
+def crossing(one: MeasuredProfile, other: MeasuredProfile) -> float:
+    """The bandwidth, in bytes per second, at which both take equally long by equation 1; 0 where there is none."""
+    slope, height = 1 / one.ratio - 1 / other.ratio, other.codec_seconds - one.codec_seconds
+    return max(0.0, slope / height) if height else 0.0
+
+
+def crossings(profiles: list[MeasuredProfile]) -> dict[tuple[str, str], float]:
+    """:func:`crossing` of every two, in Gbps, where there is one."""
+    found = {(a.name, b.name): crossing(a, b) / GBPS for a, b in combinations(profiles, 2)}
+    return {names: gbps for names, gbps in found.items() if gbps > 0}
 
 
 def figure_5(paper: Mapping[str, Any]) -> dict[str, float]:

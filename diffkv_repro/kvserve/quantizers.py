@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from diffkv_repro.kvserve.grids import Grid
+from diffkv_repro.kvserve.grids import AXIS_PAIR, Grid
 from diffkv_repro.kvserve.layout import LayerKV
 from diffkv_repro.kvserve.registry import Part, Registry, require_flag, require_whole
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
@@ -23,6 +23,8 @@ class Quantizer(Part):
     """Keys and values [kv_heads, tokens, head_dim] within +-65504, to streams and back in ``place.dtype``."""
 
     exact: ClassVar[bool] = False  # takes the model's own numbers, of any size, and gives them back
+    ranks_heads: ClassVar[bool] = False  # needs ``Assets.heads``
+    ranks_tokens: ClassVar[bool] = False  # needs ``Assets.token_scores``
 
     @abstractmethod
     def encode(self, layer: LayerKV, place: "Place", streams: StreamWriter) -> None:
@@ -68,6 +70,12 @@ class Uniform(Quantizer):
     joint: bool = True
     name: ClassVar[str] = "uniform"
     format_id: ClassVar[int] = 2
+    shorthand = (
+        (r"K(\d+) V(\d+)", ("key_levels", "value_levels")),
+        (AXIS_PAIR, ("key_axis", "value_axis")),
+        (r"g=(\d+|-)/(\d+|-)", ("key_group", "value_group")),
+        (r"per head", {"joint": False}),
+    )
 
     def __post_init__(self) -> None:
         require_flag("joint", self.joint)
@@ -112,6 +120,7 @@ class Kivi(Quantizer):
     residual: int = 128
     name: ClassVar[str] = "kivi"
     format_id: ClassVar[int] = 3
+    shorthand = ((r"(\d+)-bit", ("bits",)), (r"g=(\d+)", ("group",)), (r"R=(\d+)", ("residual",)))
 
     def __post_init__(self) -> None:
         require_whole("bits", self.bits, 1, 8)

@@ -1,8 +1,12 @@
 """Parts of a profile: small frozen dataclasses that are found by name, or by the format id in a frame."""
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
+
+import yaml
 
 
 class Part:
@@ -13,6 +17,8 @@ class Part:
 
     name: ClassVar[str]
     format_id: ClassVar[int]
+    # How :meth:`__str__` shortens parameters: a pattern, and the parameters that its groups are, or what it stands for.
+    shorthand: ClassVar[tuple[tuple[str, tuple[str, ...] | Mapping[str, Any]], ...]] = ()
 
     def params(self) -> dict[str, Any]:
         """Parameters as plain data, all of them: a later version may have other defaults."""
@@ -28,6 +34,32 @@ class Part:
         if unknown:
             raise ValueError(f"{cls.name} has no parameter {unknown[0]!r}; allowed are {', '.join(allowed) or 'none'}")
         return cls(**{key: _frozen(value) for key, value in params.items()})
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The part that ``text`` describes, without its name: ``level=3``, or as :meth:`__str__` writes it.
+
+        Raises ValueError for words that say nothing of this part.
+        """
+        return cls.from_params(cls.words(text))
+
+    @classmethod
+    def words(cls, text: str) -> dict[str, Any]:
+        """The parameters in :meth:`parse`'s text."""
+        params, rest = {}, text.strip()
+        while rest:
+            tried = ((re.match(rf"{pattern}(?:\s+|$)", rest), meaning) for pattern, meaning in cls.shorthand)
+            found, meaning = next((pair for pair in tried if pair[0]), (re.match(r"(\w+)=(\S+)(?:\s+|$)", rest), None))
+            if found is None:
+                raise ValueError(f"{rest.split()[0]!r} is no parameter of {cls.name}; write name=value")
+            if meaning is None:
+                params[found[1]] = read_value(found[2])
+            elif isinstance(meaning, Mapping):
+                params |= meaning
+            else:
+                params |= zip(meaning, map(read_value, found.groups()), strict=True)
+            rest = rest[found.end() :]
+        return params
 
     def __str__(self) -> str:
         changed = (item for item in fields(self) if getattr(self, item.name) != item.default)
@@ -51,6 +83,11 @@ class Registry:
         self._by_name[part.name], self._by_id[part.format_id] = part, part
         return part
 
+    def parse(self, text: str) -> Part:
+        """The part that a name and words after it describe. Raises ValueError with the known names."""
+        name, _, rest = text.strip().partition(" ")
+        return self._named(name).parse(rest)
+
     @property
     def names(self) -> list[str]:
         """In the order of their format ids."""
@@ -58,15 +95,31 @@ class Registry:
 
     def make(self, name: str, params: dict[str, Any] | None = None) -> Part:
         """The part called ``name``. Raises ValueError with the known names."""
-        if not isinstance(name, str) or name not in self._by_name:
-            raise ValueError(f"unknown {self.kind} {name!r}; allowed are {', '.join(self.names)}")
-        return self._by_name[name].from_params(params or {})
+        return self._named(name).from_params(params or {})
 
     def of_format(self, format_id: int, params: dict[str, Any]) -> Part:
         """The part with that format id. Raises ValueError for an id that nothing here can read."""
         if format_id not in self._by_id:
             raise ValueError(f"unknown {self.kind} format id {format_id}; known are {sorted(self._by_id)}")
         return self._by_id[format_id].from_params(params)
+
+    def _named(self, name: str) -> type[Part]:
+        if not isinstance(name, str) or name not in self._by_name:
+            raise ValueError(f"unknown {self.kind} {name!r}; allowed are {', '.join(self.names)}")
+        return self._by_name[name]
+
+
+def read_value(text: str) -> Any:
+    """A parameter's value as :meth:`Part.__str__` writes it: tuples with slashes, - for none, else as in YAML."""
+    if text == "-":
+        return None
+    return [read_value(part) for part in text.split("/")] if "/" in text else yaml.safe_load(text)
+
+
+def short(number: float) -> str:
+    """A number in few digits where they say it all."""
+    text = f"{number:g}"
+    return text if float(text) == number else repr(number)
 
 
 def require_whole(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -31,6 +31,7 @@ class TokenLadder(Ladder):
     key_axis: str = "token"
     name: ClassVar[str] = "tokens"
     format_id: ClassVar[int] = 7
+    ranks_tokens: ClassVar[bool] = True
     joint: ClassVar[bool] = False  # the tokens of a step differ between heads, so they share nothing
 
     def __post_init__(self) -> None:

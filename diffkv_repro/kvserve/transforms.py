@@ -5,6 +5,7 @@ involved, which every docstring names.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -24,7 +25,10 @@ TRANSFORMS = Registry("transform")
 
 @dataclass(frozen=True)
 class Transform(Part):
-    """A reversible change of one layer's keys and values, float32 [kv_heads, tokens, head_dim]."""
+    """A reversible change of one layer's keys and values [kv_heads, tokens, head_dim], which come as the model keeps
+    them and may be left so; what is changed is computed, and handed on, in float32."""
+
+    needs_rotary: ClassVar[bool] = False  # needs ``Assets.rotary``
 
     @abstractmethod
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
@@ -62,11 +66,11 @@ class Hadamard(Transform):
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         signs, turn = self._signs(place), _turn(place.layout.head_dim)
-        return _both(layer, lambda x, _: torch.matmul(x * signs, turn))
+        return _both(layer, lambda x, _: _by_head(x, lambda own, head: torch.matmul(own * signs[head], turn)))
 
     def inverse(self, layer: LayerKV, place: Place, side: Any) -> LayerKV:
         signs, turn = self._signs(place), _turn(place.layout.head_dim)
-        return _both(layer, lambda x, _: torch.matmul(x, turn.T) * signs)
+        return _both(layer, lambda x, _: _by_head(x, lambda own, head: torch.matmul(own, turn.T) * signs[head]))
 
     def _signs(self, place: Place) -> Tensor:
         return _signs(self.seed, place.layer, place.layout.kv_heads, place.layout.head_dim)
@@ -91,6 +95,7 @@ class Delta(Transform):
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         def difference(x: Tensor, _: int) -> Tensor:
             power = power_of(x)
+            x = x.float()
             anchors = quantize(torch.ldexp(x[:, :: self.group], torch.tensor(-power)), 256)
             streams.meta(torch.tensor([power], dtype=torch.uint8))
             streams.meta(anchors.scale)
@@ -138,15 +143,19 @@ class Affine(Transform):
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         maps = place.assets.affine
         maps.require(place.layout)
+        shift, matrix = (_of(own, place) for own in (maps.shift, maps.matrix))
         return _both(
-            layer, lambda x, part: _apply(x - _of(maps.shift, part, place)[:, None], _of(maps.matrix, part, place))
+            layer,
+            lambda x, part: _by_head(x, lambda own, head: _apply(own - shift[part][head], matrix[part][head])),
         )
 
     def inverse(self, layer: LayerKV, place: Place, side: Any) -> LayerKV:
         maps = place.assets.affine
         maps.require(place.layout)
+        shift, inverse = (_of(own, place) for own in (maps.shift, maps.inverse))
         return _both(
-            layer, lambda x, part: _apply(x, _of(maps.inverse, part, place)) + _of(maps.shift, part, place)[:, None]
+            layer,
+            lambda x, part: _by_head(x, lambda own, head: _apply(own, inverse[part][head]) + shift[part][head]),
         )
 
     def state(self, assets: Assets) -> bytes:
@@ -167,6 +176,7 @@ class KeyBias(Transform):
 
     name: ClassVar[str] = "keybias"
     format_id: ClassVar[int] = 4
+    needs_rotary: ClassVar[bool] = True
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         bias = self._bias(place)
@@ -194,6 +204,7 @@ class Unrope(Transform):
 
     name: ClassVar[str] = "unrope"
     format_id: ClassVar[int] = 5
+    needs_rotary: ClassVar[bool] = True
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         return self._turned(layer, place, back=True)
@@ -226,6 +237,14 @@ def power_of(x: Tensor) -> int:
     return power
 
 
+def _by_head(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``change`` of every head in float32: working copies are of one head and not of all."""
+    found = torch.empty(x.shape, dtype=torch.float32)
+    for head, own in enumerate(x):
+        found[head] = change(own.float(), head)
+    return found
+
+
 def _both(layer: LayerKV, change: Any) -> LayerKV:
     return replace(layer, key=change(layer.key, 0), value=change(layer.value, 1))
 
@@ -245,12 +264,14 @@ def _signs(seed: int, layer: int, heads: int, head_dim: int) -> Tensor:
     return torch.stack(rows)
 
 
-def _of(maps: Tensor, part: int, place: Place) -> Tensor:
-    return maps[part, place.layer]
+def _of(maps: Tensor, place: Place) -> Tensor:
+    """Of keys and values in a layer."""
+    return maps[:, place.layer]
 
 
 def _apply(x: Tensor, matrix: Tensor) -> Tensor:
-    return torch.matmul(x, matrix) if matrix.ndim == 3 else x * matrix[:, None]
+    """Of one head: a matrix, or a scale for each channel."""
+    return torch.matmul(x, matrix) if matrix.ndim == 2 else x * matrix
 
 
 def _rotary_state(name: str, assets: Assets) -> bytes:

@@ -31,7 +31,19 @@ PATTERNS = {
     "number": r"-?\d+",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "line": r"[^\s][^\n]*[^\s]",
+    "word": r"[A-Za-z]+",
 }
+
+_NAMES = "Anna Ben Clara David Emma Frank Grace Henry Ivan Julia Kate Leo Mary Nick Olga Paul"
+# What can be told of somebody, and asked: a sentence, a question, its possible answers.
+_CITIES = "Paris London Berlin Madrid Rome Vienna Oslo Dublin Prague Lisbon Athens Moscow Tokyo Cairo Delhi Boston"
+_JOBS = "doctor teacher painter lawyer farmer baker pilot singer nurse writer plumber judge dancer waiter chef sailor"
+_ANIMALS = "dog cat horse rabbit parrot goat pig sheep duck snake turtle hamster cow mouse fish donkey"
+_FACTS = (
+    ("{name} lives in {answer}.", "Where does {name} live?", _CITIES),
+    ("{name} works as a {answer}.", "What does {name} work as?", _JOBS),
+    ("{name} has a {answer}.", "What animal does {name} have?", _ANIMALS),
+)
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
@@ -139,8 +151,35 @@ def copy(count: int, *, words: int = 10, examples: int = 2, seed: int = 0) -> li
     return items
 
 
+def facts(count: int, *, people: int = 3, examples: int = 3, seed: int = 0) -> list[Item]:
+    """Three facts about each of ``people`` in plain sentences, and a question about one of them.
+
+    ``examples`` questions about other facts of the same text are answered first. About 20 tokens a person.
+    """
+    known = _NAMES.split()
+    _require("people", people, 2, len(known))
+    _require("examples", examples, 0, 3 * people - 1)
+    rng = random.Random(f"facts {people} {examples} {seed}")
+    items = []
+    for _ in range(_count(count)):
+        names = rng.sample(known, people)
+        told = [
+            (name, sentence, question, answer)
+            for sentence, question, answers in _FACTS
+            for name, answer in zip(names, rng.sample(answers.split(), people), strict=True)
+        ]
+        rng.shuffle(told)
+        text = " ".join(sentence.format(name=name, answer=answer) for name, sentence, _, answer in told)
+        *shown, asked = rng.sample(told, examples + 1)
+        solved = "".join(f"Question: {ask.format(name=name)}\nAnswer: {answer}\n" for name, _, ask, answer in shown)
+        question = f"Question: {asked[2].format(name=asked[0])}\nAnswer:"
+        items.append(Item("facts", f"{text}\n\n{solved}{question}", asked[3], "word", 5))
+    return items
+
+
 TASKS: dict[str, Callable[..., list[Item]]] = {
     "recall": recall, "uuid_recall": uuid_recall, "passkey": passkey, "arithmetic": arithmetic, "copy": copy,
+    "facts": facts,
 }  # fmt: skip
 
 

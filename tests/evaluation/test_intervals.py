@@ -71,3 +71,10 @@ def test_text_for_a_figure_and_for_a_note():
     found = Interval(0.12345, 0.1, 0.2, 12)
     assert str(found) == "0.1235 [0.1, 0.2], n 12"
     assert found.note == "95 % interval 0.1 to 0.2 (bootstrap over 12 texts)"
+
+
+def test_a_quotient_needs_something_to_divide_by():
+    found = ratio_interval([1, 0, 0, 0], [1, 0, 0, 0])  # a third of the resamples holds no 1
+    assert (found.mean, found.low, found.high) == (1, 1, 1)
+    with pytest.raises(ValueError, match="a mean of 0"):
+        ratio_interval([1, 2], [0, 0])

@@ -13,7 +13,7 @@ from tests.tiny import tiny_llama
 
 
 def test_every_baseline_is_made_with_its_defaults():
-    assert methods() == ("fp16", "uniform", "diffkv", *BASELINES)
+    assert methods() == ("fp16", "uniform", "diffkv", "kvserve", *BASELINES)
     for name in BASELINES:
         kind = baseline(name)
         made = make_method(name, tiny_llama(max_position_embeddings=1024))

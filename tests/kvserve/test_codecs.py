@@ -138,7 +138,9 @@ def test_nvcomp_is_known_everywhere_and_says_what_it_needs(codec):
 
 
 def test_registries_refuse_what_they_do_not_know_and_what_they_know_already():
-    with pytest.raises(ValueError, match=r"unknown codec 'gzip'; allowed are none, bitpack, lz4, zstd, ans, range, nv"):
+    with pytest.raises(
+        ValueError, match=r"unknown codec 'gzip'; allowed are none, bitpack, lz4, zstd, ans, range, deflate, nv"
+    ):
         CODECS.make("gzip")
     with pytest.raises(ValueError, match="no parameter 'speed'; allowed are shuffle, level, packed"):
         CODECS.make("zstd", {"speed": 1})
@@ -156,6 +158,6 @@ def test_registries_refuse_what_they_do_not_know_and_what_they_know_already():
 
 def test_format_ids_never_change():
     assert [(name, type(CODECS.make(name)).format_id) for name in HERE] == [
-        ("none", 1), ("bitpack", 2), ("lz4", 3), ("zstd", 4), ("ans", 5), ("range", 6)
+        ("none", 1), ("bitpack", 2), ("lz4", 3), ("zstd", 4), ("ans", 5), ("range", 6), ("deflate", 7)
     ]  # fmt: skip
     assert [codec.format_id for codec in nvcomp.NVCOMP] == list(range(16, 23))

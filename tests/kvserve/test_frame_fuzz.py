@@ -32,6 +32,7 @@ PROFILES = [
     Profile((Delta(),), Uniform(12, 5), RangeCoding(per="channel")),
     Profile((), Kivi(2, 4, 8), CODECS.make("bitpack")),
     Profile((), KVQuant(8, 0.1), CODECS.make("lz4")),
+    Profile((), Uniform(12, 5), CODECS.make("deflate")),
     Profile((), HeadLadder(((KEPT, KEPT), (0, 0)), (0.5, 0.5), 2, 3), CODECS.make("none")),
     Profile((), TokenLadder(((256, 256), (4, 4), (0, 0)), (0.3, 0.3, 0.4)), Ans(per="channel")),
 ]  # fmt: skip

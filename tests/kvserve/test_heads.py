@@ -102,8 +102,8 @@ def test_induction_is_another_way_to_score(loaded):
 
 
 def test_bad_requests_are_named(loaded, tmp_path):
-    with pytest.raises(ValueError, match="unknown method 'gates'; allowed are mean-attention, induction"):
-        score_heads(loaded, [TEXT], method="gates")
+    with pytest.raises(ValueError, match="unknown method 'gate'; allowed are mean-attention, induction, gates"):
+        score_heads(loaded, [TEXT], method="gate")
     with pytest.raises(ValueError, match="no text was given"):
         score_heads(loaded, [])
     with pytest.raises(ValueError, match="a text to score heads on is empty"):

@@ -16,6 +16,7 @@ from diffkv_repro.kvserve import (
     prefill,
     score_heads,
 )
+from diffkv_repro.kvserve.measure import peak_layers, repeated
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads import load_texts, windows
 
@@ -111,3 +112,13 @@ def test_bad_requests_are_named(smollm2):
         prefill(loaded, torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="repeats is 0"):
         measure(Profile(), kv_of(layout_of(), 4), layout_of(), repeats=0)
+
+
+def test_a_cache_said_over_is_long_enough_to_see_its_memory():
+    layout = layout_of(3, 2, 16)
+    kv = kv_of(layout, 50)
+    wide, shape = repeated(kv, layout, 4000)
+    assert (wide.tokens, len(wide.layers), shape.layers) == (200_000, 2, 2)
+    assert torch.equal(wide.layers[1].key[:, 50:100], kv.layers[1].key)
+    sent = Profile.parse("none | uniform K16 V16 | bitpack")
+    assert 0 <= peak_layers(sent, wide, shape) <= 2

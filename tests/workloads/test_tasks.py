@@ -7,7 +7,18 @@ import pytest
 import yaml
 
 from diffkv_repro.workloads.lm_eval_tasks import TAG, write_lm_eval_tasks
-from diffkv_repro.workloads.tasks import TASKS, WORDS, Item, arithmetic, copy, make_items, passkey, recall, uuid_recall
+from diffkv_repro.workloads.tasks import (
+    TASKS,
+    WORDS,
+    Item,
+    arithmetic,
+    copy,
+    facts,
+    make_items,
+    passkey,
+    recall,
+    uuid_recall,
+)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -50,6 +61,22 @@ def test_uuid_recall_holds_the_key_once_more_than_the_others():
         assert len(table) == 3
 
 
+def test_facts_ask_for_something_that_is_told_once():
+    for item in facts(20, people=4, examples=2):
+        text, questions = item.prompt.split("\n\n")
+        assert len(re.findall(rf"\b{item.answer}\b", text)) == 1
+        *solved, asked, last = questions.splitlines()
+        assert last == "Answer:"
+        assert asked not in solved
+        (name,) = {
+            word
+            for word in asked.rstrip("?").split()
+            if word[0].isupper() and word not in ("Question:", "Where", "What")
+        }
+        sentence = next(part for part in text.split(".") if re.search(rf"\b{item.answer}\b", part))
+        assert sentence.split()[0] == name
+
+
 def test_passkey_is_as_long_as_asked_and_anywhere():
     items = passkey(30, words=200)
     places = [item.prompt.index(item.answer) / len(item.prompt) for item in items]
@@ -86,8 +113,8 @@ def test_sizes_that_cannot_be(task, options, message):
         make_items(task, 2, **options)
     with pytest.raises(ValueError, match="count is 0"):
         recall(0)
-    with pytest.raises(ValueError, match="kind is 'word'"):
-        Item("t", "p", "a", "word", 1)
+    with pytest.raises(ValueError, match="kind is 'phrase'"):
+        Item("t", "p", "a", "phrase", 1)
 
 
 def test_files_for_lm_eval(tmp_path):

@@ -73,3 +73,29 @@ def pipeline(stages: Mapping[str, Sequence[str]], sizes: Mapping[str, float], ex
         title="A profile is a transform, a quantizer and a codec", height=620, margin={"l": 220, "t": 90}
     )
     return figure
+
+
+def choices(
+    aware: Mapping[str, Mapping[str, tuple[str, float]]],
+    single: Mapping[str, tuple[str, float]],
+    gains: Mapping[str, float],
+) -> go.Figure:
+    """Table 1: the highest ratio at 97 % of the quality, by workload and for one profile everywhere, of two sets.
+
+    ``aware`` holds by set and workload a profile and its ratio, ``single`` by set the one that passes everywhere.
+    """
+    figure = go.Figure()
+    workloads = list(gains)
+    for (name, own), colour in zip(aware.items(), (PALETTE[5], PALETTE[0]), strict=False):
+        found = [*(own[workload] for workload in workloads), single[name]]
+        figure.add_bar(
+            x=[*workloads, "all alike"], y=[ratio for _, ratio in found], name=name, marker_color=colour,
+            text=[f"{ratio:.2f}" for _, ratio in found], textposition="outside",
+            customdata=[which for which, _ in found],
+            hovertemplate="%{x}: %{customdata}, %{y:.2f}<extra>" + name + "</extra>",
+        )  # fmt: skip
+    figure.add_hline(y=1, line={"color": "#444444", "dash": "dash", "width": 1})
+    most = max(ratio for own in aware.values() for _, ratio in own.values())
+    figure.update_yaxes(title_text="highest ratio at 97 % of the quality", range=[0, 1.15 * most])
+    figure.update_layout(title="Parts combined keep the quality in fewer bytes", legend=LEGEND_ABOVE, margin_t=112)
+    return figure
