@@ -126,4 +126,6 @@ def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`_bytes`."""
     if not rows.numel():
         return torch.empty(len(rows), rows.shape[1] // dtype.itemsize, dtype=dtype, device=rows.device)
-    return rows.contiguous().view(dtype)
+    rows = rows.contiguous()
+    # A part of a frame begins at any byte of it; numbers of several bytes do not.
+    return (rows.clone() if rows.storage_offset() % dtype.itemsize else rows).view(dtype)
