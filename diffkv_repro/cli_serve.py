@@ -20,6 +20,7 @@ Model = Annotated[str, typer.Option(help="Bundled name, folder, .gguf file or hu
 Parent = Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when standard input is closed.")]
 Shape = Annotated[str | None, typer.Option("--made-up", help="LAYERSxHEADSxDIM of random KV instead of a model.")]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5750"
+_CHARACTERS = 100_000
 
 
 @serve.command()
@@ -132,7 +133,12 @@ def decode(
 def _text() -> str:
     from diffkv_repro.workloads import load_texts
 
-    return next(iter(load_texts("prose"))).text
+    text = ""
+    for document in load_texts("prose"):  # one alone is too short to measure a long prompt on
+        text += document.text + "\n\n"
+        if len(text) > _CHARACTERS:
+            break
+    return text
 
 
 def _names(listed: str) -> list[str]:

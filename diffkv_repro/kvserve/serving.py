@@ -24,7 +24,7 @@ from diffkv_repro.models import load_model
 GBPS = 1e9 / 8
 _JUDGED, _CONTINUED = 256, 48
 _SHORT = (8, 64)
-_RANKED = 4000  # characters
+_RANKED, _PER_TOKEN = 4000, 8  # characters
 
 
 def open_source(model: str, made_up: str | None, text: str) -> Source:
@@ -56,7 +56,7 @@ def measured_profiles(
         profile.codec.require()
     ids, quality = list(range(1, tokens + 1)), {}
     if isinstance(source, ModelSource):
-        all_ids = source.loaded.tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+        all_ids = source.loaded.tokenizer(text[: _PER_TOKEN * tokens], return_tensors="pt").input_ids[:, :tokens]
         ids = all_ids[0].tolist()
         if judge:
             quality = _judged(source, profiles, all_ids[:, :_JUDGED])

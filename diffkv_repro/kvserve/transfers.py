@@ -108,6 +108,19 @@ def signs(frame: pd.DataFrame, raw_bytes: int, *, margin: float = 0.1) -> tuple[
     return sum(right), len(right)
 
 
+def over_best(frame: pd.DataFrame) -> pd.Series:
+    """By bandwidth, what the adaptive arm's choices take over the best static profile.
+
+    A transfer by a profile is the same whoever chose it, so both are pooled: the medians of profiles are compared, not
+    two measurements of one thing.
+    """
+    medians = frame.groupby(["gbps", "profile"])["seconds"].median()
+    best = medians.groupby("gbps").min()
+    chosen = frame[frame["arm"] == ADAPTIVE]
+    taken = pd.Series([medians[row.gbps, row.profile] for row in chosen.itertuples()], index=chosen.index)
+    return taken.groupby(chosen["gbps"]).median() / best
+
+
 def open_loop(
     clients: Sequence[KVClient], ask: Ask, arm: str, gbps: float, arrivals: Sequence[float]
 ) -> pd.DataFrame:  # fmt: skip

@@ -86,3 +86,14 @@ def test_transfers_that_follow_equation_1_are_predicted_and_have_the_right_signs
     scattered, raw = rows(scatter=0.1)
     errors = (transfers.predicted(scattered, raw) / scattered["seconds"] - 1).abs()
     assert 0 < errors.median() < 0.1
+
+
+def test_choices_are_judged_by_what_their_profiles_take():
+    frame, _ = rows()
+    chosen = {0.1: "8x", 0.5: "8x", 1.0: "2x", 4.0: "none", 16.0: "2x"}
+    taken = frame[[chosen[gbps] == name for gbps, name in zip(frame["gbps"], frame["profile"], strict=True)]]
+    slow = taken.assign(arm=transfers.ADAPTIVE)
+    found = transfers.over_best(pd.concat([frame, slow]))
+    times = frame.groupby(["gbps", "profile"])["seconds"].median().unstack()
+    for gbps, name in chosen.items():
+        assert found[gbps] == pytest.approx(times[name][gbps] / times.loc[gbps].min())

@@ -86,7 +86,7 @@ def completion(times: pd.DataFrame, chosen: Mapping[float, str], short: pd.Serie
     )
     ticks = [1, 1.5, 2, 3, 5, 10, 20]
     figure.update_yaxes(title_text="times as long as the best", type="log", row=1, col=1, tickvals=ticks,
-                        autorangeoptions_include=0.8,
+                        range=[math.log10(0.7), math.log10(1.15 * float(times.div(best, axis=0).max().max()))],
                         ticktext=[f"{one:g}" for one in ticks])  # fmt: skip
     figure.update_yaxes(title_text="ms", rangemode="tozero", row=1, col=2)
     figure.update_layout(
