@@ -28,7 +28,10 @@ def keys(
     folder: KeyFolder = None,
     replace: Annotated[bool, typer.Option("--replace", help="Make new ones where there are keys already.")] = False,
 ) -> None:
-    """Make the keys with which servers and clients know each other, readable by you alone."""
+    """Make the keys with which servers and clients know each other, readable by you alone.
+
+    Example: diffkv-repro serve keys
+    """
     from diffkv_repro.kvserve.keys import make_keys
 
     made = guarded(make_keys, _folder(folder), replace=replace)
@@ -51,7 +54,10 @@ def prefill(
     patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
     with_parent: Parent = False,
 ) -> None:
-    """Prefill worker: computes KV caches and sends them by the profile that the controller chooses for each."""
+    """Prefill worker: computes KV caches and sends them by the profile that the controller chooses for each.
+
+    Example: diffkv-repro serve prefill --gbps 1 --profiles int4,cachegen-1
+    """
     from diffkv_repro.kvserve import serving
     from diffkv_repro.kvserve.disagg import PrefillWorker
 
@@ -83,7 +89,10 @@ def store(
     patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
     with_parent: Parent = False,
 ) -> None:
-    """Prefix store: sends the longest stored prefix of a prompt, in the form that arrives first at this bandwidth."""
+    """Prefix store: sends the longest stored prefix of a prompt, in the form that arrives first at this bandwidth.
+
+    Example: diffkv-repro serve store kv-store --add README.md --gbps 1
+    """
     from diffkv_repro.kvserve import serving
     from diffkv_repro.kvserve.store import PrefixStore
     from diffkv_repro.kvserve.store_worker import StoreWorker
@@ -116,7 +125,10 @@ def decode(
     patience: Annotated[float, typer.Option(help="Seconds of silence after which the server is given up.")] = 5.0,
     local: Annotated[bool, typer.Option("--local", help="Ask nobody: prefill here too.")] = False,
 ) -> None:
-    """Decode worker: fetches the cache of each prompt, or computes it where that fails, and goes on from it."""
+    """Decode worker: fetches the cache of each prompt, or computes it where that fails, and goes on from it.
+
+    Example: diffkv-repro serve decode --prompt "The quick brown fox" --tokens 12
+    """
     from diffkv_repro.kvserve import serving
 
     texts = list(prompt or []) + [guarded(path.read_text, encoding="utf-8") for path in file or []]

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from diffkv_repro.cli import app
 
-EXAMPLE = re.compile(r"Example: (diffkv-repro .*?)(?:\n\s*\n|\Z)", re.DOTALL)
+# After "Example", perhaps with a word on it; up to a semicolon or an empty line.
+EXAMPLE = re.compile(r"Example[^:]*:\s+(diffkv-repro .*?)(?:;|\n\s*\n|\Z)", re.DOTALL)
 
 
 def walk(command, path=()):
@@ -55,4 +56,5 @@ def test_help_is_printed(found):
     assert done.exit_code == 0
     assert "Example" in done.output
     for option in command.params:
-        assert getattr(option, "help", True), f"{' '.join(path)}: {option.name} says nothing"
+        said = getattr(option, "help", True) or getattr(option, "hidden", False)
+        assert said, f"{' '.join(path)}: {option.name} says nothing"

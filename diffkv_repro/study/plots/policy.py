@@ -71,7 +71,7 @@ def side_by_side(
     _add_bytes(figure, sizes, row=1, col=1)
     _add_errors(figure, layers, errors, row=1, col=2)
     figure.update_layout(
-        title=title, height=480, barmode="stack", margin={"t": 84, "b": 172},
+        title=title, height=504, barmode="stack", margin={"t": 84, "b": 196},
         legend={"orientation": "h", "y": -0.36, "yanchor": "top", "x": 0, "traceorder": "normal"},
     )  # fmt: skip
     return figure
