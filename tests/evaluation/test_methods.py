@@ -64,7 +64,7 @@ def test_a_method_that_is_fitted_to_a_model_asks_for_one():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "kiwi"}, "unknown method 'kiwi'; allowed are fp16, uniform, diffkv, int4"),
+        ({"method": "kiwi"}, "unknown method 'kiwi'; allowed are fp16, uniform, diffkv, kvserve, int4"),
         ({"method": "kivi", "bit": 2, "wide": 1}, "unknown option bit, wide of method kivi; allowed are bits, group"),
         ({"method": "fp16", "bits": 8}, "unknown option bits of method fp16; it has none"),
         ({"method": "int4", "bits": "four"}, "bits is 'four'; it must be a whole number"),

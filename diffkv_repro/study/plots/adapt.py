@@ -166,7 +166,7 @@ def latency(panels: Mapping[str, tuple[Sequence[MeasuredProfile], float, Sequenc
     )  # fmt: skip
     for column, (profiles, size, gbps) in enumerate(panels.values(), start=1):
         most = max(profile.break_even for profile in profiles) / GBPS
-        bandwidths = np.geomspace(min(gbps) / 20, 2.5 * most, 200)
+        bandwidths = np.geomspace(min(min(gbps), most / 60) / 2, 2.5 * most, 200)
         for profile, colour in zip([NO_COMPRESSION, *profiles], (PAPER_COLOUR, *PALETTE), strict=False):
             figure.add_scatter(
                 x=bandwidths, y=[size * profile.seconds_per_byte(b * GBPS) for b in bandwidths], name=profile.name,
@@ -187,7 +187,7 @@ def latency(panels: Mapping[str, tuple[Sequence[MeasuredProfile], float, Sequenc
             marker={"color": "black", "size": 6}, showlegend=False, row=1, col=column,
         )  # fmt: skip
         _parts(figure, profiles, size, gbps, column)
-    figure.update_xaxes(title_text="bandwidth, Gbps", type="log", dtick=1, row=1)
+    figure.update_xaxes(title_text="bandwidth, Gbps", type="log", dtick=1, exponentformat="power", row=1)
     figure.update_yaxes(type="log", dtick=1, exponentformat="power", row=1)
     figure.update_yaxes(title_text="seconds", row=1, col=1)
     figure.update_yaxes(title_text="seconds", row=2, col=1)
