@@ -126,6 +126,5 @@ def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`_bytes`."""
     if not rows.numel():
         return torch.empty(len(rows), rows.shape[1] // dtype.itemsize, dtype=dtype, device=rows.device)
-    rows = rows.contiguous()
-    # A part of a frame begins at any byte of it; numbers of several bytes do not.
-    return (rows.clone() if rows.storage_offset() % dtype.itemsize else rows).view(dtype)
+    # A copy: columns of a record begin at any byte of it, and even a single row keeps the record's stride.
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
