@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partialmethod
 
 import pytest
@@ -58,7 +59,7 @@ def test_decoding_goes_on_from_what_the_frame_gives_back(loaded, profile):
 
 
 def with_tokens(assets, scores):
-    return type(assets)(assets.heads, None, scores, assets.affine, assets.rotary)
+    return replace(assets, layer_scores=None, token_scores=scores)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
