@@ -1,4 +1,4 @@
-"""The engine's sense of time: the machine's, or one that a measurement moves on."""
+"""The engine's sense of time: the machine's, unless a measurement puts its own in place."""
 
 import time
 
@@ -13,16 +13,3 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """Come back so many seconds later."""
         time.sleep(max(seconds, 0.0))
-
-
-class VirtualClock(Clock):
-    """Seconds that pass when somebody says so."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def now(self) -> float:
-        return self._at
-
-    def sleep(self, seconds: float) -> None:
-        self._at += max(seconds, 0.0)

@@ -25,6 +25,7 @@ LEGEND_ABOVE = {
 }
 SIZE = (960, 540)
 _SCRIPT = "plotly.min.js"
+_FOOT, _FOOT_LINE = "foot", 15  # pixels
 
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
@@ -44,14 +45,21 @@ TEMPLATE = go.layout.Template(
 def finish(figure: go.Figure, foot: str) -> go.Figure:
     """Give ``figure`` the common look and a line at its foot that says where its numbers come from.
 
-    Its width is left open: on a page or in a notebook it fills what there is.
+    Its width is left open: on a page or in a notebook it fills what there is. A figure that has such a line already
+    gets another below.
     """
     figure.update_layout(template=TEMPLATE, height=figure.layout.height or SIZE[1])
     margin = figure.layout.margin.b or TEMPLATE.layout.margin.b
+    before = [own.text for own in figure.layout.annotations if own.name == _FOOT]
+    if before:
+        figure.layout.annotations = [own for own in figure.layout.annotations if own.name != _FOOT]
+        more = _FOOT_LINE * (foot.count("<br>") + 1)
+        margin, foot = margin + more, "<br>".join([*before, foot])
+        figure.update_layout(height=figure.layout.height + more)
     figure.update_layout(margin_b=margin)
     figure.add_annotation(
         text=foot, xref="paper", yref="paper", x=0, y=0, xanchor="left", yanchor="bottom",
-        yshift=-margin + 4, showarrow=False, font={"size": 11, "color": "#666666"}, align="left",
+        yshift=-margin + 4, showarrow=False, name=_FOOT, font={"size": 11, "color": "#666666"}, align="left",
     )  # fmt: skip
     return figure
 

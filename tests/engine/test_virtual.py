@@ -6,9 +6,8 @@ import torch
 from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.engine import LLM, SamplingParams, TierReplay, Weights
-from diffkv_repro.engine.clock import VirtualClock
 from diffkv_repro.engine.measure.load import serve_poisson, steady_state, uniform_lengths
-from diffkv_repro.engine.measure.virtual import StepCosts, virtual_time
+from diffkv_repro.engine.measure.virtual import StepCosts, VirtualClock, virtual_time
 from diffkv_repro.engine.request import Part
 from diffkv_repro.models.shapes import ModelShape
 

@@ -154,3 +154,13 @@ def test_the_figure_survives_as_data(project, no_browser):
     stored = json.loads((project / "out" / "diffkv-fig90.json").read_text())["plot"]
     again = go.Figure(stored).update_layout(template=drawing.TEMPLATE)
     assert again.to_plotly_json() == figure.to_plotly_json()
+
+
+def test_a_figure_with_a_foot_keeps_it_above_the_next():
+    figure = drawing.finish(go.Figure(go.Scatter(x=[1], y=[2])), "first<br>line")
+    height = figure.layout.height
+    drawing.finish(figure, "second")
+    (foot,) = figure.layout.annotations
+    assert foot.text == "first<br>line<br>second"
+    assert figure.layout.height > height
+    assert foot.yshift == 4 - figure.layout.margin.b

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffkv_repro.diffkv import paged_ops
-from diffkv_repro.engine.clock import VirtualClock
+from diffkv_repro.engine.clock import Clock
 from diffkv_repro.engine.kv_cache import EngineCache
 from diffkv_repro.engine.llm import LLM
 from diffkv_repro.engine.measure.steps import generation_step, most_pages_after, prompt_step
@@ -99,6 +99,19 @@ def _fits(llm: LLM, batch: int, length: int) -> bool:
     spare = cache.layers * cache.kv_heads * cache.memory.prompt_pages(length)
     free = len(cache.memory.free) - cache.memory.watermark
     return batch <= llm.runner.max_requests and batch * most_pages_after(llm, length) + spare <= free
+
+
+class VirtualClock(Clock):
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def now(self) -> float:
+        return self._at
+
+    def sleep(self, seconds: float) -> None:
+        self._at += max(seconds, 0.0)
 
 
 class PagesOnly(Decoder):

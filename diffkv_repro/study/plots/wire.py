@@ -15,6 +15,8 @@ _KINDS = {
     "pages as they are": (PALETTE[1], "star", False),
 }
 _TICKS = [digit * 10**power for power in range(-1, 6) for digit in (1, 2, 5)]
+_LEAST = 0.001  # nats a token: less, or none at all, is drawn there
+_LOSSES = {_LEAST: f"≤ {_LEAST}"} | {loss: str(loss) for loss in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)}
 
 
 def wire(quality: pd.DataFrame, speed: pd.DataFrame, marked: float) -> go.Figure:
@@ -32,18 +34,23 @@ def wire(quality: pd.DataFrame, speed: pd.DataFrame, marked: float) -> go.Figure
             own = points[points["kind"] == kind]
             if own.empty:
                 continue
+            shown = own[value].clip(lower=_LEAST) if value == "lost" else own[value]
             figure.add_scatter(
-                x=own["ratio"], y=own[value], name=kind, legendgroup=kind, text=own["label"], hovertext=own["hover"],
+                x=own["ratio"], y=shown, customdata=own[value], name=kind, legendgroup=kind, text=own["label"],
+                hovertext=own["hover"],
                 mode="lines+markers+text" if joined and column == 1 else "markers+text",
                 textposition=own["where"], textfont={"size": 10, "color": colour}, line={"width": 1, "color": colour},
                 marker={"color": colour, "symbol": symbol, "size": 13 if symbol == "star" else 9},
-                hovertemplate="%{hovertext}<br>ratio %{x:.2f}, %{y:.3g}<extra>" + kind + "</extra>",
+                hovertemplate="%{hovertext}<br>ratio %{x:.2f}, %{customdata:.3g}<extra>" + kind + "</extra>",
                 showlegend=column == (1 if (quality["kind"] == kind).any() else 2), row=1, col=column,
             )  # fmt: skip
         widest = 1.12 * points["ratio"].max()
         figure.update_xaxes(title_text="compression ratio, everything counted", range=[0.8, widest], row=1, col=column)
     figure.add_hline(y=marked, line={"color": "#444444", "dash": "dash", "width": 1}, row=1, col=1)
-    figure.update_yaxes(title_text="added loss, nats a token", row=1, col=1)
+    figure.update_yaxes(
+        title_text="added loss, nats a token (log)", type="log", tickvals=list(_LOSSES),
+        ticktext=list(_LOSSES.values()), row=1, col=1,
+    )  # fmt: skip
     figure.update_yaxes(title_text="raw KV, MB/s there and back (log)", type="log", tickvals=_TICKS, row=1, col=2)
     figure.update_layout(
         title="DiffKV's pages on the wire: quick as they are, small with a codec", height=660, legend=LEGEND_ABOVE,
