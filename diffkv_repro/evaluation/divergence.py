@@ -37,7 +37,7 @@ def divergence(
     *,
     prompt_tokens: int,
     new_tokens: int,
-    batch: int = 12,
+    batch: int = 16,
     storage: str = "simulated",
     workers: int | None = None,
 ) -> pd.DataFrame:

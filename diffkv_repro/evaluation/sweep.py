@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -17,10 +18,12 @@ from diffkv_repro.core.timing import give_back_freed
 from diffkv_repro.evaluation.digest import code_digest
 from diffkv_repro.evaluation.intervals import Interval, mean_interval
 from diffkv_repro.evaluation.teacher_forced import Scored, prefill, score
-from diffkv_repro.evaluation.workers import shared
+from diffkv_repro.evaluation.workers import shared, usual_workers
 from diffkv_repro.models.zoo import LoadedModel
 from diffkv_repro.workloads.tasks import Item
 from diffkv_repro.workloads.windows import Window
+
+_MOST_ON_CPU, _MOST_ON_CUDA = 6, 48  # texts in a batch
 
 
 @dataclass(frozen=True)
@@ -49,20 +52,19 @@ def compare(
     """Score every method on every window: a row each, with columns of :class:`Scored`, ``text``, ``window``, ``method``
     and ``added_nll`` (over FP16 on the same window, which is always among the methods). ``windows`` by kind of text.
 
-    ``batch`` texts go together: 4 on a CPU, 48 on CUDA by default, where a step costs its launches whatever its size.
-    What is in ``folder`` already is not computed again. ``workers`` processes share the batches, as in
-    :func:`~diffkv_repro.evaluation.workers.shared`.
+    ``batch`` texts go together. By default up to 48 on CUDA, where a step costs its launches whatever its size; on a
+    CPU up to 6, so many that all workers have as many batches to score. What is in ``folder`` already is not computed
+    again. ``workers`` processes share the batches, as in :func:`~diffkv_repro.evaluation.workers.shared`.
     """
     wanted = [FullPrecision(), *(method for method in methods if not isinstance(method, FullPrecision))]
     labels = [method.label for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"two methods have the same label: {', '.join(sorted(labels))}")
-    batch = batch or (4 if loaded.device.type == "cpu" else 48)
-    groups = [
-        (kind, list(found[start : start + batch]))
-        for kind, found in windows.items()
-        for start in range(0, len(found), batch)
-    ]
+    if batch is None:
+        counts = [len(found) for found in windows.values()]
+        cpu = loaded.device.type == "cpu"
+        batch = fair_batch(counts, workers or usual_workers(loaded), _MOST_ON_CPU) if cpu else _MOST_ON_CUDA
+    groups = [(kind, own) for kind, found in windows.items() for own in _split(found, batch)]
     paths = {
         (index, method.label): Path(folder) / f"{_key(loaded, group, method, prompt_tokens, storage)}.json"
         for index, (_, group) in enumerate(groups)
@@ -90,6 +92,22 @@ def compare(
     full = table[table["method"] == FullPrecision().label].set_index(["text", "window"])["nll"]
     table["added_nll"] = table["nll"] - full.loc[pd.MultiIndex.from_frame(table[["text", "window"]])].to_numpy()
     return table
+
+
+def fair_batch(counts: Sequence[int], workers: int, most: int) -> int:
+    """The largest batch of at most ``most`` with which ``workers`` get equally many batches, where ``counts`` texts of
+    several kinds are to be scored, which do not mix; ``most`` if there is none."""
+    for size in range(most, 0, -1):
+        if sum(-(-count // size) for count in counts) % workers == 0:
+            return size
+    return most
+
+
+def _split(found: Sequence[Window], most: int) -> list[list[Window]]:
+    """As few batches of at most ``most`` as there can be, of nearly the same size."""
+    pieces = -(-len(found) // most)
+    edges = [-(-len(found) * index // pieces) for index in range(pieces + 1)] if pieces else []
+    return [list(found[start:stop]) for start, stop in pairwise(edges)]
 
 
 def summarise(table: pd.DataFrame, column: str, *, seed: int = 0) -> dict[str, Interval]:

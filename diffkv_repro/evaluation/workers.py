@@ -33,8 +33,7 @@ def shared(
     and four on CUDA, where one process cannot launch kernels as fast as the device ends them. Where there is too little
     to do, or the model is not on disk, all is done in this process. An error ends the jobs that have not begun.
     """
-    most = len(os.sched_getaffinity(0)) if loaded.device.type == "cpu" else _ON_CUDA
-    count = min(workers or most, len(jobs))
+    count = min(workers or usual_workers(loaded), len(jobs))
     if count <= 1 or loaded.source is None or tokens < _WORTH_WORKERS:
         for job in jobs:
             yield job, function(loaded, job)
@@ -48,6 +47,11 @@ def shared(
             yield started[finished], finished.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def usual_workers(loaded: LoadedModel) -> int:
+    """How many processes :func:`shared` takes where nobody says: the cores of a CPU, four on CUDA."""
+    return len(os.sched_getaffinity(0)) if loaded.device.type == "cpu" else _ON_CUDA
 
 
 def _start_worker(source: str, dtype: str, device: str, parent: int) -> None:

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 from cache_helpers import ids_of
+from hypothesis import given
+from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from tiny import save, tiny_llama
 
 from diffkv_repro.baselines.budgets import AtShare, EqualBudget, Threshold
 from diffkv_repro.cache import FullPrecision, Uniform
 from diffkv_repro.evaluation import sweep, workers
-from diffkv_repro.evaluation.sweep import compare, difference, fit_on_items, summarise
+from diffkv_repro.evaluation.sweep import compare, difference, fair_batch, fit_on_items, summarise
 from diffkv_repro.evaluation.teacher_forced import prefill
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads import Window
@@ -159,6 +161,29 @@ def test_processes_give_the_table_of_one(loaded, tmp_path, monkeypatch):
     together = run(loaded, tmp_path / "two", workers=2)
     assert_frame_equal(together, alone, check_exact=False, atol=1e-6)
     assert len(list((tmp_path / "two").glob("*.json"))) == 3 * 3
+
+
+@given(st.lists(st.integers(0, 40), max_size=5), st.integers(1, 9), st.integers(1, 48))
+def test_batches_are_as_large_as_lets_all_workers_have_equally_many(counts, workers, most):
+    def jobs(size):
+        return sum(-(-count // size) for count in counts)
+
+    size = fair_batch(counts, workers, most)
+    assert 1 <= size <= most
+    fair = [own for own in range(1, most + 1) if jobs(own) % workers == 0]
+    assert size == max(fair, default=most)
+
+
+def test_batches_of_one_kind_are_of_nearly_the_same_size(loaded, tmp_path, monkeypatch):
+    seen, real = [], sweep.score
+
+    def counting(model, ids, methods, **options):
+        seen.append(len(ids))
+        return real(model, ids, methods, **options)
+
+    monkeypatch.setattr(sweep, "score", counting)
+    run(loaded, tmp_path, METHODS[:1], {"prose": made("a", 7, 0), "code": made("b", 2, 1)}, batch=3)
+    assert seen == [3, 2, 2, 2]
 
 
 def test_a_share_is_fitted_to_each_batch(loaded, tmp_path):
