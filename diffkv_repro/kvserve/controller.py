@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from diffkv_repro.core.errors import first_line
 from diffkv_repro.core.files import write_text
-from diffkv_repro.kvserve.decision import Bucket, Buckets, Candidate, Decision
+from diffkv_repro.kvserve.decision import Bucket, Buckets, Candidate, Decision, milliseconds
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, MeasuredProfile, ServiceContext
 from diffkv_repro.kvserve.learning import Cooldown, Key, Residuals
 
@@ -180,7 +180,7 @@ class Controller:
         if self._resting(profile):
             refused = f"rests for {self._cooldown.left(profile.name, self._decisions)} decisions, having broken SLOs"
         elif model + residual > context.slo:
-            refused = f"{1e3 * (model + residual):.3g} ms expected, above the SLO of {1e3 * context.slo:.3g} ms"
+            refused = f"{milliseconds(model + residual)} expected, above the SLO of {milliseconds(context.slo)}"
         return Candidate(profile, model, residual, refused)
 
     def _observe(self, decision: Decision, seconds: float, bandwidth: float | None) -> None:

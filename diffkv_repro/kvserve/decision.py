@@ -8,6 +8,12 @@ from functools import cached_property
 from diffkv_repro.kvserve.latency import ANY_WORKLOAD, NO_COMPRESSION, Envelope, MeasuredProfile, ServiceContext
 
 
+def milliseconds(seconds: float) -> str:
+    """Such as "0.125 ms" or "3,260 ms"."""
+    found = 1e3 * seconds
+    return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+
+
 class Bucket:
     """The profiles that are good enough for requests of a workload, and their envelope.
 
@@ -111,10 +117,10 @@ class Decision:
     @cached_property
     def why(self) -> str:
         """The decision in words, a line a profile."""
-        expected = "" if self.predicted is None else f", {1e3 * self.predicted:.3g} ms expected"
+        expected = "" if self.predicted is None else f", {milliseconds(self.predicted)} expected"
         lines = [f"{self.profile.name}: {self.reason}{expected}"]
         return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.refused.items()])
 
     def _slower(self, one: Candidate) -> str:
-        text = f"{1e3 * one.predicted:.3g} ms expected"
+        text = f"{milliseconds(one.predicted)} expected"
         return f"{text}, faster, but exploring" if one.predicted < (self.predicted or 0.0) else text

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffkv_repro.kvserve.controller import Controller, ControllerSettings
+from diffkv_repro.kvserve.decision import milliseconds
 from diffkv_repro.kvserve.envelope_facts import decision_seconds
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, Envelope, MeasuredProfile, transfer_seconds
 
@@ -148,6 +149,12 @@ def test_every_other_profile_is_refused_with_a_reason():
     assert decision.refused["never"] == "the best at no bandwidth"
     assert "ms expected" in decision.refused["2x"]
     assert decision.why.splitlines()[0].startswith("4x: the fastest of the candidates, ")
+
+
+def test_long_times_are_read_at_a_glance():
+    assert [milliseconds(own) for own in (1.254e-4, 0.0123, 0.09994, 0.1, 3.2604, float("inf"))] == [
+        "0.125 ms", "12.3 ms", "99.9 ms", "100 ms", "3,260 ms", "inf ms",
+    ]  # fmt: skip
 
 
 def test_a_decision_among_forty_profiles_is_quick():
