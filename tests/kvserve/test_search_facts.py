@@ -45,8 +45,8 @@ def test_processes_give_the_same_trials():
     assert facts.compare(["random"], REDUCED, RATIOS, QUALITY, SETTINGS, seeds=50, workers=2) == alone
 
 
-def made(arm, found, evaluations):
-    return [facts.Trial(arm, 0, found, evaluations, evaluations, (found,))]
+def made(arm, found, until):
+    return [facts.Trial(arm, 0, found, 50, until, (found,))]
 
 
 def test_better_and_dominating():

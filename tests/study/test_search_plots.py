@@ -14,14 +14,16 @@ def trials(until: dict[str, int]) -> dict[str, list[Trial]]:
 
 def test_the_title_says_which_rivals_are_sooner():
     figure = plots.ablations(trials({"full": 10, "no stop": 5, "TPE": 8, "random": 30}), ["full", "no stop"], 216)
-    assert (
-        figure.layout.title.text
-        == "Algorithm 1 is within 1 % after 10 evaluations in the median; TPE gets there sooner"
-    )
+    assert figure.layout.title.text == "Algorithm 1 is within 1 % after 10 evaluations in the median; TPE is sooner"
     none = plots.ablations(trials({"full": 10, "random": 30}), ["full"], 216)
-    assert none.layout.title.text.endswith("none is sooner")
+    assert none.layout.title.text.endswith("no rival is sooner")
     two = plots.ablations(trials({"full": 10, "TPE": 8, "constrained EI": 9}), ["full"], 216)
-    assert two.layout.title.text.endswith("TPE and constrained EI get there sooner")
+    assert two.layout.title.text.endswith("TPE and constrained EI are sooner")
+    never = plots.ablations(trials({"full": 10, "random": 216}), ["full"], 216)
+    assert never.layout.xaxis.ticktext[-1] == "never"
+    assert {trace.y[0]: trace.marker.symbol for trace in never.data if trace.mode == "markers"} == {
+        "full": "circle", "random": "x",
+    }  # fmt: skip
 
 
 def test_the_front_counts_its_points():

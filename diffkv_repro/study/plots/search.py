@@ -140,55 +140,56 @@ def front(points: pd.DataFrame) -> go.Figure:
     axes["zaxis"]["autorange"] = "reversed"
     figure.update_layout(
         title=f"Measured latency keeps {kept} profiles that ratio and quality alone would drop", height=680,
-        scene=axes | {"camera": {"eye": {"x": 1.5, "y": -1.7, "z": 0.7}}},
+        scene=axes | {"camera": {"eye": {"x": 1.5, "y": -1.8, "z": 0.6}, "center": {"x": 0, "y": 0, "z": -0.2}}},
         legend={"orientation": "h", "x": 0, "y": -0.02, "yanchor": "top"}, margin={"l": 10, "r": 10, "t": 70, "b": 110},
     )  # fmt: skip
     return figure
 
 
 def ablations(trials: Mapping[str, Sequence[Trial]], own: Sequence[str], candidates: int) -> go.Figure:
-    """Figure 16 left: medians of each arm with quartiles, best ratio over evaluations; and how they get there.
+    """Figure 16 left, by arm: evaluations until the best ratio is within 1 % of the true one, median and quartiles; and
+    how the ratio gets there.
 
     ``own`` are the variants of Algorithm 1; all other arms are what the paper lacks. The title says which of those
     reach the best ratio sooner.
     """
     figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=("when the search ends", "on the way, median"),
+        rows=1, cols=2, horizontal_spacing=0.12, column_widths=[0.46, 0.54],
+        subplot_titles=("until within 1 % of the best", "on the way, median"),
     )  # fmt: skip
     colours = dict(zip(trials, [*PALETTE, "#8C564B", "#9467BD", "#7F7F7F"], strict=False))
     longest = max(len(trial.curve) for many in trials.values() for trial in many)
+    until = {name: np.quantile([t.until for t in many], (0.25, 0.5, 0.75)) for name, many in trials.items()}
     for name, many in trials.items():
-        found, ended = ([getattr(t, what) for t in many] for what in ("found", "evaluations"))
-        middle, low, high = (np.quantile([100 * f for f in found], q) for q in (0.5, 0.25, 0.75))
-        across, left, right = (np.quantile(ended, q) for q in (0.5, 0.25, 0.75))
+        low, middle, high = until[name]
         symbol = "circle" if name in own else "diamond"
         figure.add_scatter(
-            x=[across], y=[middle], name=name, legendgroup=name, mode="markers",
-            marker={"size": 11, "color": colours[name], "symbol": symbol},
-            error_x={"type": "data", "symmetric": False, "array": [right - across], "arrayminus": [across - left]},
-            error_y={"type": "data", "symmetric": False, "array": [high - middle], "arrayminus": [middle - low]},
-            hovertemplate="%{x} evaluations, %{y:.1f} % of the best ratio<extra>" + name + "</extra>", row=1, col=1,
+            x=[middle], y=[name], mode="markers", showlegend=False,
+            marker={"size": 11, "color": colours[name], "symbol": symbol if middle < candidates else "x"},
+            error_x={"type": "data", "symmetric": False, "array": [high - middle], "arrayminus": [middle - low]},
+            hovertemplate="%{x} evaluations<extra>" + name + "</extra>", row=1, col=1,
         )  # fmt: skip
         padded = [list(t.curve) + [t.curve[-1]] * (longest - len(t.curve)) for t in many]
         figure.add_scatter(
-            x=list(range(1, longest + 1)), y=100 * np.median(padded, axis=0), name=name, legendgroup=name,
-            showlegend=False, mode="lines",
+            x=list(range(1, longest + 1)), y=100 * np.median(padded, axis=0), name=name, mode="lines",
             line={"color": colours[name], "width": 2, "dash": "solid" if name in own else "dash"}, row=1, col=2,
         )  # fmt: skip
-    share = 0.15 * candidates
+    dotted = {"line": {"color": PAPER_COLOUR, "dash": "dot", "width": 1}}
     for column in (1, 2):
-        figure.add_vline(x=share, line={"color": PAPER_COLOUR, "dash": "dot", "width": 1}, row=1, col=column)
+        figure.add_vline(x=0.15 * candidates, **dotted, row=1, col=column)
+    ticks = [step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if step < 0.8 * candidates]
+    figure.update_xaxes(
+        type="log", tickvals=[*ticks, candidates], ticktext=[*map(str, ticks), "never"],
+        range=np.log10([0.8 * min(low for low, _, _ in until.values()), 1.2 * candidates]).tolist(), row=1, col=1,
+    )  # fmt: skip
     figure.update_xaxes(title_text=f"evaluations (dotted: 15 % of {candidates})")
-    figure.update_yaxes(title_text="best ratio, % of the true best", ticksuffix=" %", row=1, col=1)
-    figure.update_yaxes(ticksuffix=" %", row=1, col=2)
-    figure.update_yaxes(range=[70, 101], row=1, col=2)
-    until = {name: float(np.median([t.until for t in many])) for name, many in trials.items()}
-    sooner = [name for name in trials if name not in own and until[name] < until["full"]]
-    said = (
-        f"{' and '.join(sooner)} {'gets' if len(sooner) == 1 else 'get'} there sooner" if sooner else "none is sooner"
-    )
+    figure.update_yaxes(autorange="reversed", row=1, col=1)
+    figure.update_yaxes(title_text="best ratio, % of the true best", range=[70, 101], row=1, col=2)
+    middles = {name: float(middle) for name, (_, middle, _) in until.items()}
+    sooner = [name for name in trials if name not in own and middles[name] < middles["full"]]
+    said = f"{' and '.join(sooner)} {'is' if len(sooner) == 1 else 'are'} sooner" if sooner else "no rival is sooner"
     figure.update_layout(
-        title=f"Algorithm 1 is within 1 % after {until['full']:g} evaluations in the median; {said}",
+        title=f"Algorithm 1 is within 1 % after {middles['full']:g} evaluations in the median; {said}",
         title_font_size=17, height=600, margin_b=190, legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
     )  # fmt: skip
     return figure
