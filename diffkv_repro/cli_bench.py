@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from diffkv_repro.cli_bench_engine import engine
+from diffkv_repro.cli_bench_engine import engine, tiers
 from diffkv_repro.cli_errors import fail, guarded, waiting
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what this package itself costs.")
 bench.command()(engine)
+bench.command()(tiers)
 
 
 @bench.command()

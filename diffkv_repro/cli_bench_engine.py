@@ -25,7 +25,10 @@ def engine(
     shape: Annotated[str, typer.Option(help="Random weights of this model's shape.")] = "llama3-8b",
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests; may be repeated.")] = None,
     length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens; may be repeated.")] = None,
-    shares: Annotated[str, typer.Option(help="Shares of the tokens in DiffKV's high and low tier.")] = "0.3,0.6",
+    shares: Annotated[
+        str,
+        typer.Option(help="DiffKV's tokens in the high and low tier: shares, or a table that `tiers` recorded."),
+    ] = "0.3,0.6",
     pool_gb: Annotated[float, typer.Option(help="Memory for pages, for throughput and arrivals.")] = 8.0,
     prompt: Annotated[
         int, typer.Option(min=1, help="Tokens of a prompt, for throughput; at the most, for arrivals.")
@@ -49,17 +52,19 @@ def engine(
     from diffkv_repro.engine.measure.load import uniform_lengths
     from diffkv_repro.models.shapes import shape_of
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        own = tuple(float(share) for share in shares.split(","))
-        sizes = shape_of(shape)
+        setup = experiments.Setup(shape_of(shape), device, _tiers(shares))
     except (ValueError, KeyError) as error:
         fail(f"--shares {shares!r}, --shape {shape!r}: {error.args[0]}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    setup = experiments.Setup(sizes, device, own)
     batches, lengths, parts = batch or [8, 64], length or [1024, 4096], part or list(Part)
     pool = int(pool_gb * 1e9)
-    found: dict[str, Any] = {"device": device_name(), "shape": shape, "shares": own}
-    typer.echo(f"{shape} with random weights on {found['device']}; DiffKV keeps {shares} of the tokens high and low")
+    found: dict[str, Any] = {
+        "device": device_name(), "shape": shape, "shares": setup.shares, "source": setup.source,
+    }  # fmt: skip
+    kept = " and ".join(f"{share:.3g}" for share in setup.shares)
+    typer.echo(f"{shape} with random weights on {found['device']}; DiffKV keeps {kept} of the tokens high and low")
+    typer.echo(f"shares of the tiers: {setup.source}")
 
     if Part.breakdown in parts:
         with waiting("timing steps and their parts"):
@@ -104,3 +109,58 @@ def engine(
                 typer.echo(f"{name}, {row.rate:g} a second: {1e3 * row.mean:.1f} ms a token, {answered}")
     if output is not None:
         write_text(output, json.dumps(found, indent=1) + "\n")
+
+
+def tiers(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The table to write, JSON.")],
+    model: Annotated[str, typer.Option(help="Bundled name, folder, .gguf file or hub id.")] = "smollm2-135m",
+    texts: Annotated[
+        list[str] | None, typer.Option(help="prose, code, a folder, hub:...; may be repeated. Default: prose, code.")
+    ] = None,
+    count: Annotated[int, typer.Option("--texts-count", min=1, help="Texts of each source.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 2048,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of its prompt; the rest enters one by one. Default: half.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Policy file, as calibrate writes. Default: the released code's rules.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Short name for legends. Default: the model's.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the choice of texts.")] = 0,
+) -> None:
+    """Record how many tokens a policy keeps in each tier of a real model, per layer and KV head.
+
+    Where the model's keys have a bias, it is left out of what is quantised, unless a policy file says otherwise.
+
+    Example: diffkv-repro bench tiers --model smollm2-135m --texts-count 2 -o figures/recorded/tiers/smollm2-135m.json
+    """
+    from dataclasses import replace
+
+    from diffkv_repro.diffkv import CompressionPolicy
+    from diffkv_repro.engine.measure.experiments import POLICY
+    from diffkv_repro.engine.measure.tiers import record_tiers
+    from diffkv_repro.models import has_key_bias, load_model
+    from diffkv_repro.workloads import load_windows
+
+    own = guarded(CompressionPolicy.load, policy) if policy else None
+    loaded = guarded(load_model, model)
+    own = own or replace(POLICY, bias_free=has_key_bias(loaded.model))
+    sources = texts or ["prose", "code"]
+    windows = guarded(load_windows, sources, loaded.tokenizer, count=count, tokens=tokens, seed=seed)
+    with waiting("running the texts through the policy"):
+        table = guarded(record_tiers, loaded, own, windows, prompt_tokens=prompt, name=name, seed=seed)
+    guarded(table.save, output)
+    means = table.replay().shares.mean(dim=(0, 1)).tolist()
+    said = ", ".join(f"{tier} {share:.1%}" for tier, share in zip(table.tiers, means, strict=True))
+    typer.echo(f"{table.source}: {said} of the tokens outside the window; written: {output}")
+
+
+def _tiers(shares: str) -> Any:
+    """What ``--shares`` says: numbers, or the replay of a table. ValueError for neither."""
+    from diffkv_repro.engine.measure.experiments import POLICY
+    from diffkv_repro.engine.measure.tiers import tier_table
+
+    try:
+        return tuple(float(share) for share in shares.split(","))
+    except ValueError:
+        return tier_table(shares).require_tiers(POLICY).replay()

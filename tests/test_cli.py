@@ -167,3 +167,36 @@ def test_bench_engine_prints_and_keeps_every_part(tmp_path, monkeypatch):
     refused = call("bench", "engine", "--shape", "gpt-9")
     assert refused.exit_code == 2
     assert "no shape called 'gpt-9'" in refused.output
+    assert kept["shares"] == [0.3, 0.6]
+    assert "shares of the tiers: given: 0.3, 0.6 for every head" in done.output
+
+
+def test_bench_tiers_records_what_bench_engine_replays(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from diffkv_repro.models.shapes import SHAPES, ModelShape
+
+    (model, texts), table = tiny, str(tmp_path / "table.json")
+    sizes = ("--texts", texts, "--tokens", "100", "--prompt", "90", "--name", "Tiny")
+    done = call("bench", "tiers", "--model", model, *sizes, "-o", table)
+    assert done.exit_code == 0, done.output
+    recorded = json.loads((tmp_path / "table.json").read_text())
+    assert (recorded["name"], recorded["tokens"]) == ("Tiny", 2 * (100 - 64))
+    assert "2 texts (texts) of 100 tokens, the first 90 as the prompt" in recorded["source"]
+    small = {"layers": 3, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 50}
+    monkeypatch.setitem(SHAPES, "tiny", ModelShape("tiny", "", **small))
+    run = ("--part", "latency", "--shape", "tiny", "--device", "cpu", "--batch", "1", "--length", "70")
+    done = call("bench", "engine", *run, "--shares", table, "--output", str(tmp_path / "engine.json"))
+    assert done.exit_code == 0, done.output
+    kept = json.loads((tmp_path / "engine.json").read_text())
+    assert kept["source"] == recorded["source"]
+    heads = [own for layer in recorded["shares"] for own in layer]
+    assert kept["shares"] == pytest.approx([sum(own[tier] for own in heads) / len(heads) for tier in (0, 1)])
+    assert f"shares of the tiers: {recorded['source']}" in done.output
+    for wrong, message in (
+        ("nowhere", "no table of shares 'nowhere'"),
+        ("0.7,0.6", "sum of at most 1"),
+        ("0.5", "2 tiers"),
+    ):
+        refused = call("bench", "engine", *run, "--shares", wrong)
+        assert refused.exit_code == 2
+        assert message in refused.output

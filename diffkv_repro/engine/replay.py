@@ -25,8 +25,11 @@ class TierReplay:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.shares.ndim != 3 or bool((self.shares < 0).any()) or bool((self.shares.sum(-1) > 1 + 1e-5).any()):
-            raise ValueError("shares must be [layers, kv_heads, tiers], not negative, and of a sum of at most 1")
+        if self.shares.ndim != 3 or not self.shares.numel():
+            raise ValueError(f"shares are {list(self.shares.shape)}; they must be [layers, kv_heads, tiers]")
+        # Written so that NaN fails both.
+        if not bool((self.shares >= 0).all()) or not bool((self.shares.sum(-1) <= 1 + 1e-5).all()):
+            raise ValueError("shares must be finite, not negative, and of a sum of at most 1")
 
     @classmethod
     def even(cls, shares: list[float], layers: int, kv_heads: int, device: torch.device | str, seed: int = 0):
@@ -35,9 +38,15 @@ class TierReplay:
         return cls(table, f"the same {shares} for every head", seed)
 
     def spread(self, layers: int, kv_heads: int, device: torch.device | str) -> "TierReplay":
-        """For another shape: its heads take the recorded heads' shares in turn, so that the spread over heads stays."""
+        """For another shape: its heads take the recorded heads' shares in turn, so that the spread over heads stays.
+
+        Of the same shape, every head keeps its own.
+        """
+        if tuple(self.shares.shape[:2]) == (layers, kv_heads):
+            return TierReplay(self.shares.to(device), self.source, self.seed)
         flat = self.shares.reshape(-1, self.shares.shape[-1])
-        index = torch.arange(layers * kv_heads, device=flat.device) * 7919 % len(flat)
+        stride = 7919 if len(flat) % 7919 else 1  # a prime, so that every head has its turn
+        index = torch.arange(layers * kv_heads, device=flat.device) * stride % len(flat)
         return TierReplay(flat[index].view(layers, kv_heads, -1).to(device), self.source, self.seed)
 
     def check(self, layers: int, kv_heads: int, tiers: int) -> None:

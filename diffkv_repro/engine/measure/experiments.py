@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,20 +27,44 @@ POLICY = CompressionPolicy.released()
 class Setup:
     """A model of random weights at ``shape`` on ``device``.
 
-    ``shares`` are those of the tokens outside the window that DiffKV keeps in each tier (``source`` says where they
-    come from), the same for every head unless a ``replay`` is given.
+    ``tiers`` says how many tokens outside the window DiffKV keeps in each tier: shares that are the same for every
+    head, or a replay of a real model's, which is spread over the heads of ``shape``. ``source`` and ``shares`` follow
+    from it. ValueError for shares that cannot be.
     """
 
     shape: ModelShape
     device: str
-    shares: tuple[float, ...] = (0.3, 0.6)
-    source: str = "given"
-    replay: TierReplay | None = None
+    tiers: tuple[float, ...] | TierReplay = (0.3, 0.6)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        count = self.replay(self.shape.kv_heads, "cpu").shares.shape[-1]
+        if count != len(POLICY.tiers):
+            raise ValueError(f"{count} shares a head; the engine measures {len(POLICY.tiers)} tiers")
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float16 if self.device.startswith("cuda") else torch.float32
+
+    @property
+    def source(self) -> str:
+        """Where the shares come from, in a line."""
+        return self.tiers.source if isinstance(self.tiers, TierReplay) else f"given: {_in_words(self.tiers)}"
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the tokens outside the window in each tier, the mean over the heads of ``shape``."""
+        if not isinstance(self.tiers, TierReplay):
+            return tuple(self.tiers)
+        spread = self.replay(self.shape.kv_heads, "cpu").shares
+        return tuple(spread.double().mean(dim=(0, 1)).tolist())
+
+    def replay(self, kv_heads: int, device: torch.device | str) -> TierReplay:
+        """What an engine with ``kv_heads`` heads a layer replays."""
+        sizes = (self.shape.layers, kv_heads, device)
+        if isinstance(self.tiers, TierReplay):
+            return self.tiers.spread(*sizes)
+        return TierReplay.even(list(self.tiers), *sizes)
 
     def weights(self, max_positions: int) -> Weights:
         """Random weights, on the device."""
@@ -49,15 +74,16 @@ class Setup:
 
     def engine(self, weights: Weights, cache: Cache, **options: Any) -> LLM:
         """An engine of these weights; a policy replays the tiers."""
-        replay = None
-        if isinstance(cache, CompressionPolicy):
-            sizes = (self.shape.layers, weights.kv_heads, self.device)
-            replay = self.replay.spread(*sizes) if self.replay else TierReplay.even(list(self.shares), *sizes)
+        replay = self.replay(weights.kv_heads, self.device) if isinstance(cache, CompressionPolicy) else None
         return LLM(weights, cache, replay=replay, **options)
 
     def traffic(self) -> CacheTraffic:
-        """DiffKV's, for the cost model."""
+        """DiffKV's, for the cost model: of a mean head, which moves as many bytes as the heads do on average."""
         return CacheTraffic(POLICY.tiers, self.shares)
+
+
+def _in_words(shares: Sequence[float]) -> str:
+    return f"{', '.join(f'{share:g}' for share in shares)} for every head"
 
 
 def breakdown(setup: Setup, batches: Sequence[int], length: int, *, repeats: int = 10) -> list[StepTiming]:
@@ -97,18 +123,26 @@ def end_to_end(
 
 
 _GRID = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of batch sizes at which steps are timed
+_NOTHING: Mapping[str, TierReplay] = MappingProxyType({})
 _SATURATED = 4  # times the latency of the lowest rate: higher rates only wait longer
 
 
 @dataclass(frozen=True)
 class SteadyState:
     """Throughput of a cache in a pool, the costs of the steps that it is made of, and bytes: on the device at the most
-    (``peak_bytes``), of them by account (``accounted_bytes``: weights, pool and tables)."""
+    (``peak_bytes``), of them by account (``accounted_bytes``: weights, pool and tables). ``source`` says where the
+    shares of the tiers come from; empty without tiers."""
 
     found: Throughput
     costs: StepCosts
     peak_bytes: int
     accounted_bytes: int
+    source: str = ""
+
+    @property
+    def peak_over_accounted(self) -> float:
+        """0 on a CPU, whose memory nobody counts."""
+        return self.peak_bytes / self.accounted_bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,18 +150,24 @@ class SteadyState:
 
 def throughput(
     setup: Setup, *, pool_bytes: int, prompt: int, generated: int, max_requests: int, lifetimes: float = 0.5,
-    caches: Sequence[str] = ("FP16", "DiffKV"),
+    caches: Sequence[str] = ("FP16", "DiffKV"), replays: Mapping[str, TierReplay] = _NOTHING,
 ) -> dict[str, SteadyState]:  # fmt: skip
     """Figure 17: a steady state of each cache with a KV pool of ``pool_bytes``, in virtual time.
 
-    It lasts ``lifetimes`` of a request, after half as long a warm-up; then as many requests enter as leave.
+    It lasts ``lifetimes`` of a request, after half as long a warm-up; then as many requests enter as leave. ``replays``
+    are further arms by their names: DiffKV with the tiers of each, on the same weights.
     """
+    arms = {name: (CACHES[name], setup) for name in caches}
+    if taken := sorted(set(arms) & set(replays)):
+        raise ValueError(f"replays are called {', '.join(taken)}, as caches are")
+    arms |= {name: (POLICY, replace(setup, tiers=own)) for name, own in replays.items()}
     weights, found = setup.weights(prompt + generated), {}
     steps = max(int(lifetimes * generated), 4)
-    for name in caches:
+    for name, (cache, own) in arms.items():
+        _collect()  # the arm before is gone, its graphs and pool too, before the peak of this one begins
         _reset_peak(setup.device)
-        llm = setup.engine(
-            weights, CACHES[name], max_requests=max_requests, max_tokens=prompt + generated, pool_bytes=pool_bytes
+        llm = own.engine(
+            weights, cache, max_requests=max_requests, max_tokens=prompt + generated, pool_bytes=pool_bytes
         )
         costs = _costs(llm, max_requests)
         peak, accounted = _peak(setup.device), weights.nbytes + llm.cache.memory.allocated_bytes
@@ -135,7 +175,7 @@ def throughput(
             state = steady_state(
                 llm, prompt=prompt, generated=generated, steps=steps, warm_up=steps // 2, limit=float("inf")
             )
-        found[name] = SteadyState(state, costs, peak, accounted)
+        found[name] = SteadyState(state, costs, peak, accounted, own.source if cache is POLICY else "")
         del llm
         _collect()
     return found

@@ -120,7 +120,7 @@ def latency_by_rate(served: Mapping[str, Arrivals]) -> go.Figure:
 
 
 def throughput(found: Mapping[str, Mapping[str, SteadyState]]) -> go.Figure:
-    """Figure 17: tokens a second and mean batch of each model and cache."""
+    """Figure 17: tokens a second and mean batch of each model, a bar a cache (all models have the same caches)."""
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=("tokens a second", "mean batch"))
     caches = list(next(iter(found.values())))
     for cache, colour in zip(caches, PALETTE, strict=False):
@@ -128,7 +128,8 @@ def throughput(found: Mapping[str, Mapping[str, SteadyState]]) -> go.Figure:
         for column, values in enumerate(([row.per_second for row in rows], [row.mean_batch for row in rows]), start=1):
             figure.add_bar(
                 x=list(found), y=values, name=cache, marker_color=colour, legendgroup=cache, showlegend=column == 1,
-                text=[f"{value:,.1f}" for value in values], textposition="outside", row=1, col=column,
+                text=[f"{value:,.{0 if value >= 100 else 1}f}" for value in values], textposition="outside",
+                row=1, col=column,
             )  # fmt: skip
     figure.update_layout(
         title="A steady state under the papers' memory limits", barmode="group", height=500, legend=LEGEND_ABOVE,
