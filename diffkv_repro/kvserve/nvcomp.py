@@ -141,8 +141,11 @@ class _Coder:
 
     def _try_out(self) -> None:
         symbols = (torch.arange(_TRIAL, device=self._device) * 7919 % 13).to(torch.uint8)
-        if not torch.equal(self.decode(self.encode(symbols), _TRIAL), symbols):
+        coded = self.encode(symbols)
+        if not torch.equal(self.decode(coded, _TRIAL), symbols):
             raise RuntimeError("other symbols came back")
+        if coded.numel() >= _TRIAL:  # of 13 levels and in a simple order: the size is that of a buffer and not of code
+            raise RuntimeError(f"{_TRIAL} symbols of 13 levels take {coded.numel()} bytes")
 
     def _encode_into(self, symbols: Tensor) -> Tensor:
         with self._ordered():
