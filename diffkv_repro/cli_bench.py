@@ -140,7 +140,7 @@ def codec(
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds at most.")] = 20,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     sample: Annotated[
-        Path | None, typer.Option(help="safetensors file with a tensor kv [parts, tokens, head_dim] to say over.")
+        Path | None, typer.Option(help="safetensors file with kv [layers, 2, kv_heads, tokens, head_dim] to say over.")
     ] = None,
     content: Annotated[str, typer.Option(help="What the sample is.")] = "",
     output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,

@@ -107,7 +107,8 @@ class CodecRate:
 class Job:
     """What a process measures: ``codec`` (:data:`NO_CODEC`: the quantiser alone) at each of ``tokens``.
 
-    ``sample`` FP16 or BF16 [parts, tokens, head_dim] is real content that is said over; None makes synthetic content.
+    ``sample`` [layers, 2, kv_heads, tokens, head_dim], of fewer layers and tokens, is real content (:func:`sample_of`)
+    that is said over; None makes synthetic content.
     """
 
     codec: str
@@ -135,12 +136,14 @@ def bench_codecs(
         CODECS.make(name)
     if not tokens or min(tokens) < 1 or repeats < 1:
         raise ValueError(f"tokens are {list(tokens)} and repeats {repeats}; both must be at least 1")
-    if sample is not None and sample.ndim != 3:
-        raise ValueError(f"sample is {tuple(sample.shape)}; allowed is [parts, tokens, head_dim]")
+    own = shape or CacheShape()
+    if sample is not None and (sample.ndim != 5 or sample[0, :, :, 0].shape != (2, own.kv_heads, own.head_dim)):
+        wanted = f"[layers, 2, {own.kv_heads}, tokens, {own.head_dim}]"
+        raise ValueError(f"sample is {tuple(sample.shape)}; allowed is {wanted}")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("codecs are timed on a CUDA device, and there is none")
     label = SYNTHETIC if sample is None else content or "a sample, said over"
-    job = Job(NO_CODEC, tuple(tokens), shape or CacheShape(), levels, repeats, device, seed, sample, label)
+    job = Job(NO_CODEC, tuple(tokens), own, levels, repeats, device, seed, sample, label)
     jobs = [job, *(replace(job, codec=name) for name in codecs if name != NO_CODEC)]
     # All start at once, for their imports take longer than what they measure; they measure one after the other.
     waiting = [Apart(measure, own) for own in jobs]
@@ -181,27 +184,37 @@ def measure(job: Job) -> Iterator[CodecRate]:
 
 
 def cache_of(job: Job, tokens: int) -> Tensor:
-    """FP16 [layers, 2, kv_heads, tokens, head_dim] of a job on its device.
-
-    Of a sample narrower than ``head_dim``, parts are put side by side first.
-    """
+    """FP16 [layers, 2, kv_heads, tokens, head_dim] of a job on its device."""
     shape, device = job.shape, torch.device(job.device)
+    if job.sample is not None:
+        sample = job.sample.to(device, torch.float16)
+        layers, along = (torch.arange(count, device=device) for count in (shape.layers, tokens))
+        return sample[layers % len(sample)][..., along % sample.shape[3], :].contiguous()
     size = (shape.layers, 2, shape.kv_heads, tokens, shape.head_dim)
-    if job.sample is None:
-        generator = torch.Generator(device).manual_seed(job.seed)
-        kv = torch.randn(size, generator=generator, device=device, dtype=torch.float16)
-        channels = torch.randn(shape.layers, 2, shape.kv_heads, 1, shape.head_dim, generator=generator, device=device)
-        scale = torch.exp2(0.7 * channels)
-        scale[:, 0, :, :, :: max(1, shape.head_dim // 4)] *= 6.0
-        return kv.mul_(scale.half())
-    sample = job.sample.to(device, torch.float16)
-    beside = -(-shape.head_dim // sample.shape[-1])
-    parts = sample.shape[0] // beside
-    if not parts:
-        raise ValueError(f"sample has {sample.shape[0]} parts of {sample.shape[-1]} channels; {beside} make one head")
-    joined = torch.cat(sample[: parts * beside].unflatten(0, (parts, beside)).unbind(1), dim=-1)[..., : shape.head_dim]
-    heads = torch.arange(math.prod(size[:3]), device=device) % parts
-    return joined[:, torch.arange(tokens, device=device) % joined.shape[1]][heads].view(size)
+    generator = torch.Generator(device).manual_seed(job.seed)
+    kv = torch.randn(size, generator=generator, device=device, dtype=torch.float16)
+    scale = torch.exp2(0.7 * torch.randn(*size[:3], 1, shape.head_dim, generator=generator, device=device))
+    scale[:, 0, ..., :: max(1, shape.head_dim // 4)] *= 6.0
+    return kv.mul_(scale.half())
+
+
+def sample_of(pairs: Sequence[tuple[Tensor, Tensor]], shape: CacheShape) -> Tensor:
+    """FP16 [layers, 2, kv_heads, tokens, head_dim] of a smaller model's (key, value) pairs [heads, tokens, channels].
+
+    Its heads are put side by side to ``head_dim`` channels, and as many together as make whole layers of ``shape``.
+    Raises ValueError where they do not make one.
+    """
+    parts = []
+    for side in zip(*pairs, strict=True):
+        heads = torch.cat([tensor.to("cpu", torch.float16) for tensor in side])
+        beside = -(-shape.head_dim // heads.shape[-1])
+        layers = len(heads) // (beside * shape.kv_heads)
+        if not layers:
+            need = beside * shape.kv_heads
+            raise ValueError(f"the sample has {len(heads)} heads of {heads.shape[-1]} channels; a layer takes {need}")
+        whole = heads[: layers * beside * shape.kv_heads].unflatten(0, (layers, shape.kv_heads, beside))
+        parts.append(torch.cat(whole.unbind(2), dim=-1)[..., : shape.head_dim])
+    return torch.stack(parts, dim=1)
 
 
 @dataclass(frozen=True)

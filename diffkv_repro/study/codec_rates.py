@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from diffkv_repro.core.files import write_text
 from diffkv_repro.core.paths import project_root
-from diffkv_repro.core.provenance import capture
+from diffkv_repro.core.provenance import Provenance, capture
 from diffkv_repro.evaluation.gpu_rates import CacheShape, CodecRate
 from diffkv_repro.study import drawing
 from diffkv_repro.study.plots.codec_rates import rates_by_codec
@@ -53,14 +54,23 @@ def codec_basis(rows: Sequence[CodecRate]) -> str:
     return f"{rows[0].device}; FP16 cache of {lengths} tokens; {rows[0].content}" if rows else ""
 
 
-def record_codec_rates(folder: Path, rows: Sequence[CodecRate], shape: CacheShape | None = None) -> Path:
-    """Keep a measurement made outside a notebook in ``folder``, with its figure and provenance."""
+def codec_config(rows: Sequence[CodecRate], shape: CacheShape) -> dict[str, Any]:
+    """What those measurements depend on."""
+    return asdict(shape) | {"codec_tokens": sorted({row.tokens for row in rows}), "content": rows[0].content}
+
+
+def record_codec_rates(
+    folder: Path, rows: Sequence[CodecRate], shape: CacheShape | None = None, provenance: Provenance | None = None
+) -> Path:
+    """Keep a measurement made outside a notebook in ``folder``, with its figure and provenance (of now, unless given).
+
+    Raises ValueError for no rows.
+    """
     if not rows:
         raise ValueError("no rates were measured")
-    config = asdict(shape or CacheShape()) | {
-        "codec_tokens": sorted({row.tokens for row in rows}), "content": rows[0].content
-    }  # fmt: skip
-    provenance = capture(root=project_root(), seed=0, profile="gpu", config=config)
+    if provenance is None:
+        config = codec_config(rows, shape or CacheShape())
+        provenance = capture(root=project_root(), seed=0, profile="gpu", config=config)
     figure = drawing.finish(rates_by_codec(rows), "<br>".join([codec_basis(rows), provenance.summary()]))
     record = Record(CODEC_GPU, provenance.as_dict(), codec_rates(rows), drawing.as_data(figure))
     return write_text(record_path(folder, CODEC_GPU), record_text(record))

@@ -12,7 +12,16 @@ from typer.testing import CliRunner
 from diffkv_repro.cli import app
 from diffkv_repro.core.processes import Apart, ProcessFailed
 from diffkv_repro.evaluation import gpu_rates
-from diffkv_repro.evaluation.gpu_rates import STAGES, CacheShape, CodecRate, Job, bench_codecs, cache_of, measure
+from diffkv_repro.evaluation.gpu_rates import (
+    STAGES,
+    CacheShape,
+    CodecRate,
+    Job,
+    bench_codecs,
+    cache_of,
+    measure,
+    sample_of,
+)
 
 SMALL = CacheShape(2, 2, 16)
 
@@ -43,15 +52,19 @@ def test_coded_bytes_are_code_and_scales():
     assert rows[0].ratio == pytest.approx(32 / 12)
 
 
-def test_a_sample_is_said_over_and_its_parts_put_side_by_side():
-    sample = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0)).half()
+def test_a_sample_is_said_over_and_its_heads_put_side_by_side():
+    generator = torch.Generator().manual_seed(0)
+    pairs = [tuple(torch.randn(3, 3, 8, generator=generator).half() for _ in range(2)) for _ in range(2)]
+    sample = sample_of(pairs, SMALL)
+    assert sample.shape == (1, 2, 2, 3, 16)
+    assert torch.equal(sample[0, 0, 0], torch.cat([pairs[0][0][0], pairs[0][0][1]], dim=-1))
+    assert torch.equal(sample[0, 1, 1], torch.cat([pairs[0][1][2], pairs[1][1][0]], dim=-1))
     kv = cache_of(job(sample=sample), 7)
     assert kv.shape == (2, 2, 2, 7, 16)
-    assert torch.equal(kv[0, 0, 0, :3], torch.cat([sample[0], sample[1]], dim=-1))
-    assert torch.equal(kv[0, 0, 1, 3:6], torch.cat([sample[2], sample[3]], dim=-1))
-    assert torch.equal(kv[0, 1, 0], kv[0, 0, 0])
-    with pytest.raises(ValueError, match="sample has 1 parts of 8 channels; 2 make one head"):
-        cache_of(job(sample=sample[:1]), 7)
+    assert torch.equal(kv[1, ..., 3:6, :], sample[0])
+    assert torch.equal(kv[..., 6, :], kv[..., 0, :])
+    with pytest.raises(ValueError, match="the sample has 3 heads of 8 channels; a layer takes 4"):
+        sample_of(pairs[:1], SMALL)
 
 
 def crash(number):
@@ -95,7 +108,7 @@ def test_bad_requests_are_named():
         next(bench_codecs(["gzip"], device="cpu"))
     with pytest.raises(ValueError, match=r"tokens are \[0\]"):
         next(bench_codecs(["zstd"], [0], device="cpu"))
-    with pytest.raises(ValueError, match=r"sample is \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"sample is \(2, 3\); allowed is \[layers, 2, 8, tokens, 128\]"):
         next(bench_codecs(["zstd"], device="cpu", sample=torch.zeros(2, 3)))
     with pytest.raises(ValueError, match="layers is 0"):
         CacheShape(layers=0)
