@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -128,6 +128,57 @@ def kernels(
         fail(str(error))
     if output is not None:
         write_text(output, json.dumps([timing.as_dict() for timing in timings], indent=1) + "\n")
+
+
+@bench.command()
+def codec(
+    codecs: Annotated[list[str] | None, typer.Option("--codec", help="Codec; may be repeated.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Length; may be repeated.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a layer.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
+    levels: Annotated[int, typer.Option(min=2, max=256, help="Levels of the quantiser.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds at most.")] = 20,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    sample: Annotated[
+        Path | None, typer.Option(help="safetensors file with kv [layers, 2, kv_heads, tokens, head_dim] to say over.")
+    ] = None,
+    content: Annotated[str, typer.Option(help="What the sample is.")] = "",
+    output: Annotated[Path | None, typer.Option(help="JSON file to write every time to.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Folder to keep the figure in, with provenance.")] = None,
+) -> None:
+    """Rates of quantising and coding a KV cache on the GPU, each codec in a process of its own, against a copy.
+
+    Example: diffkv-repro bench codec --codec nvcomp-ans --tokens 4096
+    """
+    from diffkv_repro.core.files import write_text
+    from diffkv_repro.evaluation.gpu_rates import ON_GPU, CacheShape, bench_codecs
+
+    rows = []
+    try:
+        for row in bench_codecs(
+            codecs or ON_GPU, tokens or (4096, 16384), shape=CacheShape(layers, kv_heads, head_dim), levels=levels,
+            repeats=repeats, device=device, sample=sample and guarded(_sample, sample), content=content,
+        ):  # fmt: skip
+            rows.append(row)
+            typer.echo(row.summary())
+            if output is not None:  # after every row: what was measured stays, whatever comes
+                write_text(output, json.dumps([own.as_dict() for own in rows], indent=1) + "\n")
+    except (RuntimeError, ValueError) as error:
+        fail(str(error))
+    if record is not None:
+        from diffkv_repro.study.codec_rates import record_codec_rates
+
+        typer.echo(f"recorded: {guarded(record_codec_rates, record, rows)}")
+
+
+def _sample(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    if "kv" not in found:
+        raise ValueError(f"{path} holds {', '.join(found) or 'nothing'}; a tensor kv is needed")
+    return found["kv"]
 
 
 def _two_lengths(text: str) -> tuple[int, int]:

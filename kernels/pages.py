@@ -78,13 +78,19 @@ def half_above(x):
 
 @triton.jit
 def affine(x, own, BITS: tl.constexpr):
-    """Codes int32 [n, channels] of ``x`` float32 where ``own``, scale and zero FP16 [n] (``core.quantize.affine``)."""
-    levels: tl.constexpr = 2**BITS - 1
+    """:func:`affine_to` with all the codes of ``BITS`` bits."""
+    return affine_to(x, own, 2**BITS - 1)
+
+
+@triton.jit
+def affine_to(x, own, top):
+    """Codes int32 [n, channels] from 0 to ``top`` of ``x`` float32 where ``own``, scale and zero FP16 [n]
+    (``core.quantize.affine``)."""
     low = tl.min(tl.where(own, x, _INF), axis=1)
     high = tl.max(tl.where(own, x, -_INF), axis=1)
     zero = half_below(low)
     span = high - zero.to(tl.float32)
-    step = tl.div_rn(span, tl.zeros_like(span) + levels)
+    step = tl.div_rn(span, tl.zeros_like(span) + top)
     scale = half_above(step)
     # A step that FP16 does not hold: the widest one, centred.
     wide = step > _LARGEST
@@ -95,7 +101,7 @@ def affine(x, own, BITS: tl.constexpr):
     scaled = tl.div_rn(shifted, tl.zeros_like(shifted) + divisor[:, None])
     # Adding 1.5 * 2**23 leaves no fraction bits: the hardware's own rounding, half to even.
     rounded = (scaled + 12582912.0) - 12582912.0
-    codes = tl.minimum(tl.maximum(rounded, 0.0), levels).to(tl.int32)
+    codes = tl.minimum(tl.maximum(rounded, 0.0), tl.zeros_like(rounded) + top).to(tl.int32)
     return codes, scale.to(tl.float16), zero_value.to(tl.float16)
 
 

@@ -13,6 +13,7 @@ import lz4.block
 import numpy as np
 import torch
 import zstandard
+from torch import Tensor
 
 from diffkv_repro.core.packing import pack, packed_bytes, unpack
 from diffkv_repro.kvserve.registry import Part, Registry, require_flag, require_whole
@@ -43,6 +44,7 @@ class Codec(Part):
     shuffle: bool = False
 
     channelwise: ClassVar[bool] = False  # whether channels are contexts of their own
+    on_device: ClassVar[bool] = False  # whether it codes on a GPU
 
     def __post_init__(self) -> None:
         require_flag("shuffle", self.shuffle)
@@ -58,6 +60,14 @@ class Codec(Part):
     @abstractmethod
     def decode(self, data: bytes, count: int, levels: int, contexts: int = 1) -> np.ndarray:
         """The ``count`` symbols uint8 of model and payload together. Raises CodecError for what is not their code."""
+
+    def encode_device(self, symbols: Tensor, levels: int) -> Tensor:
+        """Model and payload uint8 [n] of ``symbols`` uint8, on its device; a codec of the CPU goes there and back."""
+        return _tensor(b"".join(self.encode(symbols.flatten().cpu().numpy(), levels)), symbols.device)
+
+    def decode_device(self, coded: Tensor, count: int, levels: int) -> Tensor:
+        """The ``count`` symbols uint8 [count] of :meth:`encode_device`'s code, on its device. Raises CodecError."""
+        return torch.from_numpy(self.decode(coded.cpu().numpy().tobytes(), count, levels)).to(coded.device)
 
 
 CODECS = Registry("codec")
@@ -92,6 +102,11 @@ def unpack_symbols(data: bytes, count: int, levels: int) -> np.ndarray:
         piece = torch.from_numpy(whole[start * bits // 8 :][: packed_bytes(many, bits)].copy())
         symbols[start : start + many] = unpack(piece, bits, many).numpy()
     return require_levels(symbols, levels)
+
+
+def _tensor(data: bytes, device: torch.device) -> Tensor:
+    whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return whole.to(device)
 
 
 def require_levels(symbols: np.ndarray, levels: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from torch import Tensor
 from diffkv_repro.kvserve.assets import Assets, Place
 from diffkv_repro.kvserve.codecs import CodecError
 from diffkv_repro.kvserve.header import FrameError, Header
+from diffkv_repro.kvserve.in_turn import in_turn, times, write_in_turn
 from diffkv_repro.kvserve.layout import KV, KVLayout, LayerKV, require_shape
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
@@ -217,6 +218,9 @@ def _write_layer(profile: Profile, layer: LayerKV, place: Place, streams: Stream
     if profile.quantizer.exact and not profile.transforms:
         profile.quantizer.encode(layer, place, streams)
         return
+    if in_turn(profile):
+        write_in_turn(profile, layer, place, streams)
+        return
     for transform in profile.transforms:
         layer = transform.forward(layer, place, streams)
     # Quantizers count in FP16. What is larger (float32, bfloat16, a rotated outlier) comes down by a power of two.
@@ -243,8 +247,7 @@ def _read_layer(profile: Profile, place: Place, streams: StreamReader) -> LayerK
 
 
 def _scaled(layer: LayerKV, powers: list[int]) -> list[Tensor]:
-    pairs = zip((layer.key, layer.value), powers, strict=True)
-    return [torch.ldexp(tensor.float(), torch.tensor(power)) if power else tensor for tensor, power in pairs]
+    return [times(tensor, power) for tensor, power in zip((layer.key, layer.value), powers, strict=True)]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,10 +25,15 @@ class Quantizer(Part):
     exact: ClassVar[bool] = False  # takes the model's own numbers, of any size, and gives them back
     ranks_heads: ClassVar[bool] = False  # needs ``Assets.heads``
     ranks_tokens: ClassVar[bool] = False  # needs ``Assets.token_scores``
+    in_turn: ClassVar[bool] = False  # has :meth:`encode_part`: all keys are written before the first value
 
     @abstractmethod
     def encode(self, layer: LayerKV, place: "Place", streams: StreamWriter) -> None:
         """Write one layer. Raises ValueError where ``place`` lacks what it needs (scores of heads or tokens)."""
+
+    def encode_part(self, x: Tensor, part: int, place: "Place", streams: StreamWriter) -> None:
+        """What :meth:`encode` writes of the keys (part 0) or the values (1), where :attr:`in_turn` says so."""
+        raise NotImplementedError(f"quantizer {self.name} takes keys and values together")
 
     @abstractmethod
     def decode(self, place: "Place", streams: StreamReader) -> LayerKV:
@@ -70,6 +75,7 @@ class Uniform(Quantizer):
     joint: bool = True
     name: ClassVar[str] = "uniform"
     format_id: ClassVar[int] = 2
+    in_turn: ClassVar[bool] = True
     shorthand = (
         (r"K(\d+) V(\d+)", ("key_levels", "value_levels")),
         (AXIS_PAIR, ("key_axis", "value_axis")),
@@ -92,8 +98,11 @@ class Uniform(Quantizer):
         )
 
     def encode(self, layer: LayerKV, place: "Place", streams: StreamWriter) -> None:
-        for grid, tensor in zip(self.grids, (layer.key, layer.value), strict=True):
-            grid.write(tensor, streams, place.half)
+        for part, tensor in enumerate((layer.key, layer.value)):
+            self.encode_part(tensor, part, place, streams)
+
+    def encode_part(self, x: Tensor, part: int, place: "Place", streams: StreamWriter) -> None:
+        self.grids[part].write(x, streams, place.half)
 
     def decode(self, place: "Place", streams: StreamReader) -> LayerKV:
         return LayerKV(*(grid.read(place.shape, streams, place.half, place.dtype) for grid in self.grids))
@@ -120,6 +129,7 @@ class Kivi(Quantizer):
     residual: int = 128
     name: ClassVar[str] = "kivi"
     format_id: ClassVar[int] = 3
+    in_turn: ClassVar[bool] = True
     shorthand = ((r"(\d+)-bit", ("bits",)), (r"g=(\d+)", ("group",)), (r"R=(\d+)", ("residual",)))
 
     def __post_init__(self) -> None:
@@ -130,9 +140,13 @@ class Kivi(Quantizer):
             raise ValueError(f"residual is {self.residual}; allowed are multiples of the group of {self.group} tokens")
 
     def encode(self, layer: LayerKV, place: "Place", streams: StreamWriter) -> None:
-        for tensor, (quantised, grid) in zip((layer.key, layer.value), self._split(place), strict=True):
-            grid.write(tensor[:, :quantised], streams, place.half)
-            streams.numbers(tensor[:, quantised:].to(place.half))
+        for part, tensor in enumerate((layer.key, layer.value)):
+            self.encode_part(tensor, part, place, streams)
+
+    def encode_part(self, x: Tensor, part: int, place: "Place", streams: StreamWriter) -> None:
+        quantised, grid = self._split(place)[part]
+        grid.write(x[:, :quantised], streams, place.half)
+        streams.numbers(x[:, quantised:].to(place.half))
 
     def decode(self, place: "Place", streams: StreamReader) -> LayerKV:
         heads, tokens, channels = place.shape

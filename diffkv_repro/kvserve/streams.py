@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffkv_repro.core.packing import pack, packed_bytes, unpack
-from diffkv_repro.kvserve.codecs import Codec, CodecError, bits_of
+from diffkv_repro.kvserve.codecs import Codec, CodecError, Coded, bits_of
 
 _LENGTH = struct.Struct("<I")
 
@@ -25,7 +25,14 @@ class StreamWriter:
         self.code_bytes = 0
 
     def codes(self, codes: Tensor, levels: int) -> None:
-        """Codes uint8 of any shape, through the codec. The last dimension is that of channels."""
+        """Codes uint8 of any shape, through the codec. The last dimension is that of channels.
+
+        Codes on a GPU leave it as a codec of the GPU has made them, and not before.
+        """
+        if codes.is_cuda and self._codec.on_device and codes.numel():
+            coded = self._codec.encode_device(codes.contiguous().view(-1), levels)
+            self._add(Coded(b"", coded.cpu().numpy().tobytes()))
+            return
         self._coded(
             _ordered(codes, self._codec).contiguous().view(-1).cpu().numpy(), levels, _contexts(codes, self._codec)
         )
@@ -56,7 +63,9 @@ class StreamWriter:
     def _coded(self, symbols: np.ndarray, levels: int, contexts: int) -> None:
         if not symbols.size:
             return
-        coded = self._codec.encode(symbols, levels, contexts)
+        self._add(self._codec.encode(symbols, levels, contexts))
+
+    def _add(self, coded: Coded) -> None:
         self.parts += [_LENGTH.pack(len(coded.model) + len(coded.payload)), coded.model, coded.payload]
         self.code_bytes += len(coded.payload)
 

@@ -21,6 +21,7 @@ from diffkv_repro.kvserve.registry import Part, Registry, require_choice, requir
 from diffkv_repro.kvserve.streams import StreamReader, StreamWriter
 
 TRANSFORMS = Registry("transform")
+_TOKENS = 4096  # of a head that are changed at a time
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,19 @@ class Transform(Part):
     them and may be left so; what is changed is computed, and handed on, in float32."""
 
     needs_rotary: ClassVar[bool] = False  # needs ``Assets.rotary``
+    by_part: ClassVar[bool] = False  # has :meth:`forward_part`: keys and values each by themselves, nothing written
 
     @abstractmethod
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
         """As they are to be quantised; what the inverse needs beside that goes into ``streams``."""
+
+    def forward_part(self, x: Tensor, part: int, place: Place) -> Tensor:
+        """:meth:`forward` of the keys (part 0) or the values (1) alone, where :attr:`by_part` says so."""
+        raise NotImplementedError(f"transform {self.name} changes keys and values together")
+
+    def growth(self, place: Place) -> float:
+        """How many times the largest number :meth:`forward_part` can give at most; infinite where nobody knows."""
+        return float("inf")
 
     @abstractmethod
     def inverse(self, layer: LayerKV, place: Place, side: Any) -> LayerKV:
@@ -60,13 +70,21 @@ class Hadamard(Transform):
     seed: int = 0x3333
     name: ClassVar[str] = "hadamard"
     format_id: ClassVar[int] = 1
+    by_part: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_whole("seed", self.seed, 0, 2**63 - 1)
 
     def forward(self, layer: LayerKV, place: Place, streams: StreamWriter) -> LayerKV:
+        return _both(layer, lambda x, part: self.forward_part(x, part, place))
+
+    def forward_part(self, x: Tensor, part: int, place: Place) -> Tensor:
         signs, turn = self._signs(place), _turn(place.layout.head_dim)
-        return _both(layer, lambda x, _: _by_head(x, lambda own, head: torch.matmul(own * signs[head], turn)))
+        return _by_head(x, lambda own, head: torch.matmul(own * signs[head], turn))
+
+    def growth(self, place: Place) -> float:
+        # No coordinate of a turned vector is longer than the vector; the rest is for rounding.
+        return 1.001 * place.layout.head_dim**0.5
 
     def inverse(self, layer: LayerKV, place: Place, side: Any) -> LayerKV:
         signs, turn = self._signs(place), _turn(place.layout.head_dim)
@@ -238,10 +256,11 @@ def power_of(x: Tensor) -> int:
 
 
 def _by_head(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``change`` of every head in float32: working copies are of one head and not of all."""
+    """``change`` of every head in float32: working copies are of some tokens of one head and not of all."""
     found = torch.empty(x.shape, dtype=torch.float32)
     for head, own in enumerate(x):
-        found[head] = change(own.float(), head)
+        for start in range(0, len(own), _TOKENS):
+            found[head, start : start + _TOKENS] = change(own[start : start + _TOKENS].float(), head)
     return found
 
 

@@ -3,7 +3,17 @@
 import aot
 import pytest
 import torch
-from diffkv_repro.kernels import append, decide, decode_merge, decode_triton, pack, pages, partition, significance
+from diffkv_repro.kernels import (
+    append,
+    decide,
+    decode_merge,
+    decode_triton,
+    pack,
+    pages,
+    partition,
+    quantize,
+    significance,
+)
 from paged_helpers import empty_view
 
 STRIDES = {
@@ -42,6 +52,10 @@ NUMBERS = {
         "key_channel",
         "value_channel",
         "query_channel",
+        "channels",
+        "size",
+        "groups",
+        "levels",
     ]
 } | {"scale": "fp32"}
 CACHE = {
@@ -49,11 +63,12 @@ CACHE = {
     "prompts": "*i32", "alphas": "*fp32", "plans": "*i32", "tiers": "*i8", "slots": "*i32", "counts": "*i32",
     "sums": "*fp32", "scores": "*fp32", "positions": "*i32", "bias": "*fp32", "angles": "*fp32", "partial": "*fp32",
     "tops": "*fp32", "weights": "*fp32", "logits": "*fp32", "log_sums": "*fp32", "newest": "*i32",
+    "codes": "*u8", "scales": "*fp16", "zeros": "*fp16",
 }  # fmt: skip
 
 
 def job(kernel, half, constexprs, **options):
-    given = dict.fromkeys(("keys", "values", "query", "key", "out"), half)
+    given = dict.fromkeys(("keys", "values", "query", "key", "out", "x"), half)
     types = STRIDES | NUMBERS | CACHE | given
     return aot.Job.of(
         kernel, {name: types[name] for name in kernel.arg_names if name not in constexprs}, constexprs, **options
@@ -101,6 +116,8 @@ def jobs_of(tiers, head_dim, half, *, bias, group):
         ),
         job(significance.log_sum_kernel, half, blocks),
         job(significance.received_kernel, half, blocks | {"OWN_SCORE": bias}),
+        job(quantize.quantize_kernel, half, {"BLOCK": 4096 // shape["WIDTH"], "WIDTH": shape["WIDTH"]}),
+        job(quantize.dequantize_kernel, half, {"BLOCK": 4096 // shape["WIDTH"], "WIDTH": shape["WIDTH"]}),
     ]  # fmt: skip
 
 

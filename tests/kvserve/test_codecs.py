@@ -1,7 +1,10 @@
 """Every codec gives back every symbol, takes what it says, and refuses what it has not written."""
 
+import re
+
 import numpy as np
 import pytest
+import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +138,32 @@ def test_nvcomp_is_known_everywhere_and_says_what_it_needs(codec):
     symbols = np.random.default_rng(0).integers(0, 12, 4097).astype(np.uint8)
     coded = codec().encode(symbols, 12)
     np.testing.assert_array_equal(codec().decode(coded.payload, len(symbols), 12), symbols)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_symbols_on_a_device_take_the_same_way(name):
+    codec, device = CODECS.make(name), "cuda" if torch.cuda.is_available() else "cpu"
+    symbols = np.random.default_rng(1).integers(0, 12, 1001).astype(np.uint8)
+    coded = codec.encode_device(torch.from_numpy(symbols).to(device).view(7, 143), 12)
+    assert (coded.dtype, coded.ndim, coded.device.type) == (torch.uint8, 1, device)
+    assert coded.cpu().numpy().tobytes() == b"".join(codec.encode(symbols, 12))
+    found = codec.decode_device(coded, len(symbols), 12)
+    assert found.device.type == device
+    np.testing.assert_array_equal(found.cpu().numpy(), symbols)
+
+
+def test_nvcomp_takes_bytes_on_a_gpu_alone():
+    for codec in (own() for own in nvcomp.NVCOMP):
+        with pytest.raises(ValueError, match=rf"a tensor is torch.uint8 on cpu; {codec.name} takes torch.uint8 on"):
+            codec.encode_device(torch.zeros(4, dtype=torch.uint8), 4)
+        with pytest.raises(ValueError, match=r"a tensor is torch.int16 on cpu"):
+            codec.decode_device(torch.zeros(4, dtype=torch.int16), 4, 4)
+
+
+def test_a_trial_in_a_process_of_its_own_says_why_it_failed():
+    if torch.cuda.is_available():
+        pytest.skip("it may well succeed here")
+    assert re.search(r"Error: .*(CUDA|NVIDIA)", nvcomp._trial("nvcomp-ans"))
 
 
 def test_registries_refuse_what_they_do_not_know_and_what_they_know_already():

@@ -16,6 +16,8 @@ from diffkv_repro.kvserve import (
     prefill,
     score_heads,
 )
+from diffkv_repro.kvserve.in_turn import in_turn
+from diffkv_repro.kvserve.layout import KV
 from diffkv_repro.kvserve.measure import peak_layers, repeated
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads import load_texts, windows
@@ -122,3 +124,27 @@ def test_a_cache_said_over_is_long_enough_to_see_its_memory():
     assert torch.equal(wide.layers[1].key[:, 50:100], kv.layers[1].key)
     sent = Profile.parse("none | uniform K16 V16 | bitpack")
     assert 0 <= peak_layers(sent, wide, shape) <= 2
+    for line in ("hadamard | uniform | bitpack", "hadamard | kivi | bitpack"):
+        assert peak_layers(Profile.parse(line), wide, shape) <= 2
+
+
+@pytest.mark.parametrize("quantizer", ["uniform", "uniform K16 V12 token/channel", "kivi"])
+@pytest.mark.parametrize("largest", [1.0, 30000.0, 60000.0])
+def test_keys_and_values_in_turn_are_the_bytes_of_both_at_once(quantizer, largest, monkeypatch):
+    """Also where a rotated outlier is beyond FP16, and a power of two has to be taken out."""
+    layout = layout_of(2, 3, 64)
+    kv = kv_of(layout, 70)
+    pairs = [[(own.float() / own.float().abs().max() * largest).to(own.dtype) for own in pair] for pair in kv.pairs]
+    loud = KV.of(pairs)
+    for line in (f"hadamard | {quantizer} | bitpack", f"hadamard + hadamard | {quantizer} | zstd"):
+        profile = Profile.parse(line)
+        assert in_turn(profile)
+        separately = profile.encode(loud, layout).to_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(profile.quantizer), "in_turn", False)
+            assert not in_turn(profile)
+            assert profile.encode(loud, layout).to_bytes() == separately
+    broken = KV.of([(key.clone(), value.clone()) for key, value in kv.pairs])
+    broken.layers[1].value[0, 3, 5] = float("nan")
+    with pytest.raises(ValueError, match="allowed are finite numbers"):
+        Profile.parse(f"hadamard | {quantizer} | bitpack").encode(broken, layout)
