@@ -14,18 +14,23 @@ from diffkv_repro.engine.llm import LLM
 from diffkv_repro.engine.measure.steps import fast_forward, most_pages_after
 from diffkv_repro.engine.request import SamplingParams
 
+_SAMPLED = 16  # steps between two looks at the pages in use, each of which waits for the device
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """A steady state: ``tokens`` generated in ``seconds``, with ``mean_batch`` requests running, ``preemptions``."""
+    """A steady state: ``tokens`` generated in ``seconds``, with ``mean_batch`` requests running, ``preemptions``.
+
+    ``bytes_per_token``: pages in use over tokens under way, all layers and heads, the window and unfilled pages included.
+    """
 
     tokens: int
     seconds: float
     mean_batch: float
     steps: int
     preemptions: int
+    bytes_per_token: float
 
     @property
     def per_second(self) -> float:
@@ -61,7 +66,7 @@ def steady_state(
     if not llm.scheduler.running:
         raise ValueError(f"the pool holds no request of {prompt} to {prompt + generated} tokens")
 
-    tokens, batches, spent, before = 0, [], 0.0, 0
+    tokens, batches, sizes, spent, before = 0, [], [], 0.0, 0
     warm_up = steps // 10 if warm_up is None else warm_up
     for index in range(warm_up + steps):
         while len(llm.scheduler.waiting) < 4:
@@ -74,11 +79,19 @@ def steady_state(
             spent += llm.clock.now() - started
             tokens += len(outputs)
             batches.append(len(llm.scheduler.running))
+            if (index - warm_up) % _SAMPLED == 0:
+                sizes.append(_bytes_per_token(llm))
         if spent > limit:
             break
     llm.cancel(*[own.number for own in (*llm.scheduler.waiting, *llm.scheduler.running)])
     preemptions = llm.scheduler.preemptions - before
-    return Throughput(tokens, spent, statistics.mean(batches), len(batches), preemptions)
+    return Throughput(tokens, spent, statistics.mean(batches), len(batches), preemptions, statistics.mean(sizes))
+
+
+def _bytes_per_token(llm: LLM) -> float:
+    memory, running = llm.cache.memory, llm.scheduler.running
+    used = len(memory.free) - memory.synchronize_counts()  # the list has all pages, the count those that are free
+    return used * memory.layouts[0].page_bytes / max(sum(len(own.tokens) for own in running), 1)
 
 
 @dataclass(frozen=True)
