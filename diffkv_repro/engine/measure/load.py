@@ -22,7 +22,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 class Throughput:
     """A steady state: ``tokens`` generated in ``seconds``, with ``mean_batch`` requests running, ``preemptions``.
 
-    ``bytes_per_token``: pages in use over tokens under way, of all layers and heads, window and unfilled pages included.
+    ``bytes_per_token``: pages in use over tokens under way, of all layers and heads; window and unfilled pages count.
     """
 
     tokens: int
