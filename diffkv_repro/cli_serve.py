@@ -66,7 +66,7 @@ def prefill(
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
     typer.echo(serving.words_of(measured, judged=judge and made_up is None))
     worker = guarded(PrefillWorker, source, given, measured)
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
+    _serve_caches(worker, endpoint, key_folder, insecure, gbps, patience, with_parent, experiment=experiment)
 
 
 @serve.command()
@@ -106,7 +106,29 @@ def store(
     guarded(serving.fill_store, kept, source, given, texts, typer.echo)
     typer.echo(f"{len(kept.entries)} caches in {folder}, {kept.nbytes / 1e6:.1f} MB")
     worker = guarded(StoreWorker, kept, measured[max(measured)])
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
+    _serve_caches(worker, endpoint, key_folder, insecure, gbps, patience, with_parent, experiment=experiment)
+
+
+@serve.command()
+def frames(
+    folder: Annotated[Path, typer.Argument(help="Folder of frames.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    key_folder: KeyFolder = None,
+    insecure: Insecure = False,
+    limit_gb: Annotated[float, typer.Option(min=0.001, help="Size at which the least recently used go.")] = 4.0,
+    gbps: Annotated[float | None, typer.Option(min=0, help="Shape the link to so many Gbit/s, each way.")] = None,
+    patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
+    with_parent: Parent = False,
+) -> None:
+    """Store of frames for vLLM instances that share no folder: they keep and find them by name. Needs no model.
+
+    Example: diffkv-repro serve frames kv-frames
+    """
+    from diffkv_repro.kvserve.frame_server import FrameServer
+    from diffkv_repro.kvserve.frame_store import FolderStore
+
+    kept = guarded(FolderStore, folder, most_bytes=limit_gb * 1e9)
+    _run(FrameServer, kept, endpoint, key_folder, insecure, gbps, patience, with_parent, say_line=typer.echo)
 
 
 @serve.command()
@@ -169,20 +191,22 @@ def _keys(folder: Path | None, role: str):
     return guarded(load_keys, _folder(folder), role)
 
 
-def _run(worker, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, experiment: bool,
-         patience: float, with_parent: bool) -> None:  # fmt: skip
-    from diffkv_repro.kvserve.link import LinkSettings
+def _serve_caches(worker, *given, **options) -> None:
     from diffkv_repro.kvserve.server import KVServer
     from diffkv_repro.kvserve.serving import describe
+
+    _run(KVServer, worker, *given, on_served=lambda report: typer.echo(describe(report)), **options)
+
+
+def _run(kind, what, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, patience: float,
+         with_parent: bool, **options) -> None:  # fmt: skip
+    from diffkv_repro.kvserve.link import LinkSettings
     from diffkv_repro.kvserve.shaper import Shaper
 
     given = None if insecure else _keys(folder, "server")
     settings = guarded(LinkSettings, patience=patience)
     shaper = guarded(Shaper, None if gbps is None else gbps * 1e9 / 8)
-    server = guarded(
-        KVServer, worker, keys=given, endpoint=endpoint, settings=settings, shaper=shaper, experiment=experiment,
-        on_served=lambda report: typer.echo(describe(report)),
-    )  # fmt: skip
+    server = guarded(kind, what, keys=given, endpoint=endpoint, settings=settings, shaper=shaper, **options)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     if with_parent:
