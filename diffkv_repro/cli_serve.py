@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from diffkv_repro.cli_errors import fail, guarded
 
-serve = typer.Typer(no_args_is_help=True, help="Prefill in one process, decode in another, KV caches between them.")
+
+class _Interruptible(typer.core.TyperGroup):
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            fail("interrupted", code=130)
+
+
+serve = typer.Typer(
+    cls=_Interruptible, no_args_is_help=True, help="Prefill in one process, decode in another, KV caches between them."
+)
 
 PROFILES = "int4,kivi-2bit,kivi-4bit,cachegen-1"
 Endpoint = Annotated[str, typer.Option(help="Where the server listens, as tcp://127.0.0.1:5750.")]
@@ -214,3 +226,4 @@ def _run(kind, what, endpoint: str, folder: Path | None, insecure: bool, gbps: f
     shaped = "" if gbps is None else f", shaped to {gbps:g} Gbps"
     typer.echo(f"listening on {server.endpoint}{', encrypted' if given else ', NOT encrypted'}{shaped}")
     server.run()
+    typer.echo("stopped")

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from diffkv_repro.kvserve.keys import Keys, secure_client
-from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, Refused
+from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, Refused, require_address
 from diffkv_repro.kvserve.messages import MOST_HEADER, Message, MessageError, pack, unpack
 
 _MOST_MESSAGE = 1 << 21
@@ -22,6 +22,7 @@ class Connection:
     """
 
     def __init__(self, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None) -> None:
+        require_address(endpoint)
         self.endpoint, self.settings = endpoint, settings or LinkSettings()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)

@@ -9,6 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -47,8 +49,12 @@ class FrameServer(LinkServer):
         self._listing = Lock()  # a store is for one thread, but only looking keeps a state
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-frames")
 
-    def finish(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, peer: bytes, message: Message, now: float) -> Transfer:
         own, name, kind = self.settings, message.fields.get("name", ""), message.kind
@@ -57,7 +63,7 @@ class FrameServer(LinkServer):
             if not window:
                 raise Refusal("a window of 0 bytes; nothing could be sent")
             out = Outgoing(window, min(own.chunk_bytes, window))
-            transfer = _Download(peer, message.request, now, out, lambda line: self.say_line(f"frame {name[:8]} {line}"))
+            transfer = _Download(peer, message.request, now, out, partial(self._said, name))
             self._submit(transfer, self._read, transfer, name, message["most"])
         elif kind == "put":
             incoming = Incoming(own.window_bytes, self.most_bytes, overlap=True)
@@ -73,7 +79,7 @@ class FrameServer(LinkServer):
             try:
                 work(*given)
             except (FrameMissing, FrameError, LinkError, ValueError, TypeError, OSError) as error:
-                transfer.refused = first_line(error) or "refused"
+                transfer.refused = getattr(error, "strerror", None) or first_line(error) or "refused"
             except Exception as error:
                 log.exception("a request for a frame could not be served")
                 transfer.refused = f"the server failed: {first_line(error)}"
@@ -112,8 +118,11 @@ class FrameServer(LinkServer):
         began = time.monotonic()
         size = self.store.put(name, self._paced(transfer.incoming))
         transfer.answer = {"bytes": size}
-        took = max(time.monotonic() - began, 1e-9)
-        self.say_line(f"frame {name[:8]} stored: {size / 1e6:.2f} MB in {1e3 * took:.0f} ms")
+        took = time.monotonic() - began
+        self._said(name, "stored", size, took)
+
+    def _said(self, name: str, what: str, size: int, seconds: float) -> None:
+        self.say_line(f"frame {name[:8]} {what}: {size / 1e6:.2f} MB in {1e3 * seconds:.0f} ms")
 
     def _paced(self, incoming: Incoming) -> Iterator[memoryview]:
         """Chunks as a link of the shaper's rate would let them through."""
@@ -168,9 +177,9 @@ class _Download(Sending):
 
     first: Mapping[str, Any] | None = None
 
-    def __init__(self, peer: bytes, request: str, now: float, out: Outgoing, say_line: Callable[[str], Any]) -> None:
+    def __init__(self, peer: bytes, request: str, now: float, out: Outgoing, said: Callable[..., None]) -> None:
         super().__init__(peer, request, now, out)
-        self._say_line = say_line
+        self._said = said
 
     def announcement(self) -> tuple[str, Mapping[str, Any]] | None:
         return None if self.first is None else ("answer", {"values": dict(self.first)})
@@ -185,5 +194,4 @@ class _Download(Sending):
     def hear(self, message: Message, now: float) -> None:
         super().hear(message, now)
         if self.complete:
-            seconds = self.out.busy
-            self._say_line(f"sent: {self.out.sent / 1e6:.2f} MB in {1e3 * seconds:.0f} ms")
+            self._said("sent", self.out.sent, self.out.busy)

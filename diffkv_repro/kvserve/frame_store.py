@@ -2,7 +2,8 @@
 
 A prompt is known by its content: :func:`prompt_keys` names the frame of each of its beginnings by a digest of model and
 tokens, so that no router has to tell one instance what another one stored. :class:`FrameStore` is all that an instance
-asks of a place; :class:`FolderStore` is a folder that they share, ``LinkStore`` one behind the link, opened by :func:`open_store`.
+asks of a place; :class:`FolderStore` is a folder that they share, ``LinkStore`` is one
+behind the link; :func:`open_store` opens either.
 """
 
 import hashlib
@@ -188,7 +189,7 @@ class FolderStore:
 
 
 STORES: dict[str, Callable[..., FrameStore]] = {}
-"""How to open a store at an address ``scheme://...``, by scheme; each takes the address, ``most_bytes`` and its own options."""
+"""How to open a store at an address ``scheme://...``, by scheme; each takes it, ``most_bytes`` and own options."""
 
 
 def open_store(address: str, *, most_bytes: float = math.inf, **options: Any) -> FrameStore:

@@ -24,6 +24,13 @@ class LinkError(RuntimeError):
     """A transfer that cannot go on: the other side is gone, refuses, or does not keep to the protocol."""
 
 
+def require_address(endpoint: str) -> None:
+    """Raise LinkError for a port that is none: ZeroMQ would take what is left of it after 65536 for another."""
+    port = endpoint.rsplit(":", 1)[1] if endpoint.startswith("tcp://") else "*"
+    if port != "*" and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise LinkError(f"{endpoint!r} is no address: port {port!r} is none of 1 to 65535, nor *")
+
+
 class Refused(LinkError):
     """The other side is there and says no."""
 

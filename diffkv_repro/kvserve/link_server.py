@@ -5,13 +5,14 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from diffkv_repro.kvserve.keys import Keys, secure_server
-from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings
+from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, require_address
 from diffkv_repro.kvserve.link_transfers import Transfer
 from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
 from diffkv_repro.kvserve.shaper import Shaper
@@ -37,6 +38,7 @@ class LinkServer(ABC):
         self, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None,
         shaper: Shaper | None = None,
     ) -> None:  # fmt: skip
+        require_address(endpoint)
         if keys is None and not endpoint.startswith(_LOOPBACKS):
             raise LinkError(f"without keys a server listens on the loopback alone, not on {endpoint}")
         self.settings, self.shaper = settings or LinkSettings(), shaper or Shaper()
@@ -65,11 +67,9 @@ class LinkServer(ABC):
     def begin(self, peer: bytes, message: Message, now: float) -> Transfer:
         """The transfer that a message of one of the kinds in ``opening`` asks for. Raises Refusal."""
 
-    def start(self) -> None:
-        """Called when serving begins."""
-
-    def finish(self) -> None:
-        """Called when serving has ended, all transfers closed."""
+    def at_work(self) -> AbstractContextManager[Any]:
+        """What has to run beside the socket's thread while it serves."""
+        return nullcontext()
 
     def stop(self) -> None:
         """Let :meth:`run` return; safe from any thread and from a signal."""
@@ -77,7 +77,13 @@ class LinkServer(ABC):
 
     def run(self) -> None:
         """Answer requests until stopped."""
-        self.start()
+        try:
+            with self.at_work():
+                self._serve()
+        finally:
+            self._shut()
+
+    def _serve(self) -> None:
         try:
             while not self._stop.is_set():
                 if self._socket.poll(self._advance()):
@@ -86,8 +92,6 @@ class LinkServer(ABC):
         finally:
             for transfer in list(self._transfers.values()):
                 transfer.close("the server stops")
-            self.finish()
-            self._shut()
 
     def __enter__(self) -> Self:
         """Serve from a thread of this process during the block."""

@@ -1,4 +1,4 @@
-"""``LinkStore``: a :class:`FrameStore` at the other end of the encrypted link, kept by ``diffkv-repro serve frames``."""
+"""``LinkStore``: a :class:`FrameStore` at the other end of the link, kept there by ``diffkv-repro serve frames``."""
 
 import errno
 import math
@@ -65,9 +65,7 @@ class LinkStore:
         self._call("discard", name=name)
 
     def acknowledge(self, name: str, receipt: Receipt) -> None:
-        self._call(
-            "acknowledge", name=name, fetch=receipt.fetch, decode=receipt.decode, sent_bytes=receipt.sent_bytes
-        )
+        self._call("acknowledge", name=name, fetch=receipt.fetch, decode=receipt.decode, sent_bytes=receipt.sent_bytes)
 
     def receipts(self, names: Iterable[str]) -> dict[str, Receipt]:
         listed, found = list(names), {}

@@ -9,7 +9,7 @@ server -> client   start  what was decided                     piece   bytes of 
 A server of frames is asked by their names, and answers each question with one ``answer``:
 
 client -> server   find, receipts   names beside it, a line each    discard, acknowledge   one name
-                   get    the frame follows the answer              put    the frame follows, with credits from the server
+                   get    the frame follows the answer              put    the frame follows, credits come back
 """
 
 import json

@@ -8,7 +8,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,16 @@ class KVServer(LinkServer):
         self.goodput = GoodputEstimator(least_bytes=_TELLING)
         self._on_served = on_served
         self._jobs: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="kv-encode", daemon=True)
 
-    def start(self) -> None:
-        self._worker.start()
-
-    def finish(self) -> None:
-        self._jobs.put(None)
-        self._worker.join(timeout=5)
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        worker = threading.Thread(target=self._work, name="kv-encode", daemon=True)
+        worker.start()
+        try:
+            yield
+        finally:
+            self._jobs.put(None)
+            worker.join(timeout=5)
 
     def begin(self, peer: bytes, message: Message, now: float) -> "_Answer":
         request = self._request(message)

@@ -20,8 +20,8 @@ class ConnectorSettings:
     """Settings of one vLLM instance.
 
     - ``store``: a folder, or the address of a store (``tcp://HOST:PORT``); the one setting that is needed.
-    - ``keys``: folder of the keys for an address, that of ``diffkv-repro serve keys`` unless given; ``insecure`` of true
-      does without, on this host alone.
+    - ``keys``: folder of the keys for an address, that of ``diffkv-repro serve keys`` unless given. Or
+      ``insecure``: true for none, which a server takes from its own host alone.
     - ``profile``: the name of a profile, or its parts; lossless unless given. Or
       ``profiles``: the file of a :class:`ProfileLibrary`, from which a controller chooses for each request by
       ``workload``, ``min_quality`` (relative to the uncompressed cache), ``slo`` (seconds for encoding, sending and
@@ -85,7 +85,9 @@ class ConnectorSettings:
         if unknown:
             raise ValueError(f"kv_connector_extra_config has no {unknown[0]!r}; allowed are {', '.join(allowed)}")
         if "store" not in extra:
-            raise ValueError("kv_connector_extra_config lacks 'store', a folder or an address that both instances can reach")
+            raise ValueError(
+                "kv_connector_extra_config lacks 'store', a folder or an address that both instances can reach"
+            )
         return cls(**extra)
 
     def library(self) -> ProfileLibrary | None:
