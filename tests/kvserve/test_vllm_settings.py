@@ -37,9 +37,17 @@ def test_engines_that_are_not_supported_are_refused_by_name(engine, changes, wor
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"profil": "int4"}, "no 'profil'; allowed are store, profile, profiles, workload, min_quality, slo"),
+        (
+            {"profil": "int4"},
+            "no 'profil'; allowed are store, keys, insecure, profile, profiles, workload, min_quality, slo",
+        ),
         ({"store": ""}, "store is ''"),
-        ({"store": "tcp://127.0.0.1:1"}, "allowed are a folder"),
+        ({"store": "ftp://127.0.0.1:1"}, "allowed are a folder, tcp://"),
+        ({"store": "tcp://127.0.0.1:1", "keys": "/nowhere"}, "no key /nowhere"),
+        ({"store": "tcp://127.0.0.1:1", "insecure": True, "store_gib": 1}, "bounds itself"),
+        ({"keys": 3}, "keys is 3"),
+        ({"keys": "x"}, "keys is given with a folder"),
+        ({"insecure": 1}, "insecure is 1; allowed are true, false"),
         ({"profile": "zip"}, "unknown profile 'zip'"),
         ({"profile": {"quantizer": "uniform", "codec": "zip"}}, "unknown codec 'zip'"),
         ({"profiles": "missing.yaml"}, "missing.yaml cannot be read"),
