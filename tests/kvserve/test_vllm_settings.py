@@ -39,7 +39,7 @@ def test_engines_that_are_not_supported_are_refused_by_name(engine, changes, wor
     [
         (
             {"profil": "int4"},
-            "no 'profil'; allowed are store, keys, insecure, profile, profiles, workload, min_quality, slo",
+            "no 'profil'; allowed are store, keys, insecure, profile, profiles, workload",
         ),
         ({"store": ""}, "store is ''"),
         ({"store": "ftp://127.0.0.1:1"}, "allowed are a folder, tcp://"),
