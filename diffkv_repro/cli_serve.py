@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -73,12 +74,13 @@ def prefill(
     from diffkv_repro.kvserve import serving
     from diffkv_repro.kvserve.disagg import PrefillWorker
 
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
     typer.echo(serving.words_of(measured, judged=judge and made_up is None))
     worker = guarded(PrefillWorker, source, given, measured)
-    _serve_caches(worker, endpoint, key_folder, insecure, gbps, patience, with_parent, experiment=experiment)
+    link.serve_caches(worker, experiment=experiment)
 
 
 @serve.command()
@@ -109,6 +111,7 @@ def store(
     from diffkv_repro.kvserve.store import PrefixStore
     from diffkv_repro.kvserve.store_worker import StoreWorker
 
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
@@ -118,7 +121,7 @@ def store(
     guarded(serving.fill_store, kept, source, given, texts, typer.echo)
     typer.echo(f"{len(kept.entries)} caches in {folder}, {kept.nbytes / 1e6:.1f} MB")
     worker = guarded(StoreWorker, kept, measured[max(measured)])
-    _serve_caches(worker, endpoint, key_folder, insecure, gbps, patience, with_parent, experiment=experiment)
+    link.serve_caches(worker, experiment=experiment)
 
 
 @serve.command()
@@ -139,8 +142,8 @@ def frames(
     from diffkv_repro.kvserve.frame_server import FrameServer
     from diffkv_repro.kvserve.frame_store import FolderStore
 
-    kept = guarded(FolderStore, folder, most_bytes=limit_gb * 1e9)
-    _run(FrameServer, kept, endpoint, key_folder, insecure, gbps, patience, with_parent, say_line=typer.echo)
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
+    link.serve(FrameServer, guarded(FolderStore, folder, most_bytes=limit_gb * 1e9), say_line=typer.echo)
 
 
 @serve.command()
@@ -203,27 +206,42 @@ def _keys(folder: Path | None, role: str):
     return guarded(load_keys, _folder(folder), role)
 
 
-def _serve_caches(worker, *given, **options) -> None:
-    from diffkv_repro.kvserve.server import KVServer
-    from diffkv_repro.kvserve.serving import describe
+@dataclass(frozen=True)
+class _Link:
+    """How a server listens; :meth:`checked` before it measures anything, which takes minutes."""
 
-    _run(KVServer, worker, *given, on_served=lambda report: typer.echo(describe(report)), **options)
+    options: dict
+    gbps: float | None
+    with_parent: bool
 
+    @classmethod
+    def checked(cls, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, patience: float,
+                with_parent: bool) -> "_Link":  # fmt: skip
+        from diffkv_repro.kvserve.link import LinkSettings
+        from diffkv_repro.kvserve.link_server import require_free
+        from diffkv_repro.kvserve.shaper import Shaper
 
-def _run(kind, what, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, patience: float,
-         with_parent: bool, **options) -> None:  # fmt: skip
-    from diffkv_repro.kvserve.link import LinkSettings
-    from diffkv_repro.kvserve.shaper import Shaper
+        keys = None if insecure else _keys(folder, "server")
+        settings = guarded(LinkSettings, patience=patience)
+        shaper = guarded(Shaper, None if gbps is None else gbps * 1e9 / 8)
+        guarded(require_free, endpoint, keys)
+        return cls({"keys": keys, "endpoint": endpoint, "settings": settings, "shaper": shaper}, gbps, with_parent)
 
-    given = None if insecure else _keys(folder, "server")
-    settings = guarded(LinkSettings, patience=patience)
-    shaper = guarded(Shaper, None if gbps is None else gbps * 1e9 / 8)
-    server = guarded(kind, what, keys=given, endpoint=endpoint, settings=settings, shaper=shaper, **options)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.stop())
-    if with_parent:
-        threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
-    shaped = "" if gbps is None else f", shaped to {gbps:g} Gbps"
-    typer.echo(f"listening on {server.endpoint}{', encrypted' if given else ', NOT encrypted'}{shaped}")
-    server.run()
-    typer.echo("stopped")
+    def serve_caches(self, worker, *, experiment: bool) -> None:
+        from diffkv_repro.kvserve.server import KVServer
+        from diffkv_repro.kvserve.serving import describe
+
+        self.serve(KVServer, worker, experiment=experiment, on_served=lambda report: typer.echo(describe(report)))
+
+    def serve(self, kind, what, **options) -> None:
+        """Until a signal comes, or with a parent its end."""
+        server = guarded(kind, what, **self.options, **options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        if self.with_parent:
+            threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
+        how = "encrypted" if self.options["keys"] else "NOT encrypted"
+        shaped = "" if self.gbps is None else f", shaped to {self.gbps:g} Gbps"
+        typer.echo(f"listening on {server.endpoint}, {how}{shaped}")
+        server.run()
+        typer.echo("stopped")

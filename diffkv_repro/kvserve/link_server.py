@@ -25,6 +25,27 @@ _MOST_WAITING = 64
 _IDLE_MS = 20
 
 
+def require_free(endpoint: str, keys: Keys | None) -> None:
+    """Raise LinkError where a server could not listen now: a port in use, no address of this host, or none at all, or
+    one that others reach and ``keys`` are None."""
+    _require_allowed(endpoint, keys)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        _bind(socket, endpoint)
+
+
+def _require_allowed(endpoint: str, keys: Keys | None) -> None:
+    require_address(endpoint)
+    if keys is None and not endpoint.startswith(_LOOPBACKS):
+        raise LinkError(f"without keys a server listens on the loopback alone, not on {endpoint}")
+
+
+def _bind(socket: zmq.Socket, endpoint: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise LinkError(f"cannot listen on {endpoint}: {error.strerror}") from error
+
+
 class LinkServer(ABC):
     """Serves until :meth:`stop`. ``endpoint`` is on the loopback unless given; with ``keys`` only clients whose public
     key is known get in, and all is encrypted. ``keys`` of None has to be asked for: it lets everybody on this host in.
@@ -38,9 +59,7 @@ class LinkServer(ABC):
         self, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None,
         shaper: Shaper | None = None,
     ) -> None:  # fmt: skip
-        require_address(endpoint)
-        if keys is None and not endpoint.startswith(_LOOPBACKS):
-            raise LinkError(f"without keys a server listens on the loopback alone, not on {endpoint}")
+        _require_allowed(endpoint, keys)
         self.settings, self.shaper = settings or LinkSettings(), shaper or Shaper()
         self._transfers: dict[tuple[bytes, str], Transfer] = {}
         self._stop = threading.Event()
@@ -57,10 +76,10 @@ class LinkServer(ABC):
                 self._authenticator.start()
                 self._authenticator.configure_curve(domain="*", location=str(keys.clients))
                 secure_server(self._socket, keys)
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            _bind(self._socket, endpoint)
+        except (LinkError, zmq.ZMQError):
             self._shut()
-            raise LinkError(f"cannot bind {endpoint}: {error}") from error
+            raise
         self.endpoint = self._socket.last_endpoint.decode()
 
     @abstractmethod
