@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from diffkv_repro.kvserve.keys import Keys, secure_server
 from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, require_address
 from diffkv_repro.kvserve.link_transfers import Transfer
-from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
+from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, OPENING, Message, MessageError, pack, unpack
 from diffkv_repro.kvserve.shaper import Shaper
 from diffkv_repro.kvserve.terms import Refusal
 
@@ -164,7 +164,7 @@ class LinkServer(ABC):
         now = time.monotonic()
         transfer = self._transfers.get((peer, message.request))
         if transfer is None:
-            if message.kind in self.opening:  # others are of a request that was given up
+            if message.kind in OPENING:  # others are of a request that was given up
                 self._begin(peer, message, now)
             return
         transfer.heard = now
@@ -178,6 +178,8 @@ class LinkServer(ABC):
 
     def _begin(self, peer: bytes, message: Message, now: float) -> None:
         try:
+            if message.kind not in self.opening:
+                raise Refusal(f"{message.kind} is for another server: this one knows {', '.join(sorted(self.opening))}")
             if len(self._transfers) >= _MOST_WAITING:
                 raise Refusal(f"busy: {_MOST_WAITING} requests wait already")
             self._transfers[peer, message.request] = self.begin(peer, message, now)

@@ -47,6 +47,10 @@ _FIELDS: dict[str, dict[str, type]] = {
 }  # fmt: skip
 
 
+OPENING = frozenset({"ask", "find", "receipts", "get", "put", "discard", "acknowledge"})
+"""Kinds that begin a request."""
+
+
 class MessageError(ValueError):
     """Bytes that are no message of this protocol."""
 

@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from link_helpers import cable
+from link_helpers import cable, client
 from vllm_standins import PROMPT, entry, holds
 
 from diffkv_repro.kvserve.connection import Connection
@@ -22,6 +22,7 @@ from diffkv_repro.kvserve.link import LinkError, LinkSettings
 from diffkv_repro.kvserve.link_store import PAUSE, LinkStore, StoreAway
 from diffkv_repro.kvserve.process import ServerProcess
 from diffkv_repro.kvserve.shaper import Shaper
+from diffkv_repro.kvserve.terms import Ask
 
 QUICK = LinkSettings(chunk_bytes=1 << 14, window_bytes=1 << 18, patience=2.0, deadline=30.0, connect=2.0)
 BOUND = QUICK.connect + QUICK.patience + 8.0  # a busy machine is slow to wake
@@ -242,6 +243,16 @@ def test_strangers_are_told_apart_from_a_store_that_is_away(keys, process, tmp_p
     with store_at(tmp_path, process.endpoint) as store, pytest.raises(StoreAway, match="does not know this client's"):
         store.find(["a"])
     assert time.monotonic() - began < 2 * BOUND
+
+
+def test_a_server_of_another_kind_says_so(keys, tmp_path):
+    words = "refused: ask is for another server: this one knows acknowledge, discard"
+    with (
+        here(keys, tmp_path) as running,
+        client(keys, running.endpoint) as one,
+        pytest.raises(LinkError, match=words),
+    ):
+        one.fetch(Ask((1, 2, 3)))
 
 
 @pytest.mark.parametrize(
