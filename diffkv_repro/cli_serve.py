@@ -3,14 +3,27 @@
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from diffkv_repro.cli_errors import fail, guarded
 
-serve = typer.Typer(no_args_is_help=True, help="Prefill in one process, decode in another, KV caches between them.")
+
+class _Interruptible(typer.core.TyperGroup):
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            fail("interrupted", code=130)
+
+
+serve = typer.Typer(
+    cls=_Interruptible, no_args_is_help=True, help="Prefill in one process, decode in another, KV caches between them."
+)
 
 PROFILES = "int4,kivi-2bit,kivi-4bit,cachegen-1"
 Endpoint = Annotated[str, typer.Option(help="Where the server listens, as tcp://127.0.0.1:5750.")]
@@ -61,12 +74,13 @@ def prefill(
     from diffkv_repro.kvserve import serving
     from diffkv_repro.kvserve.disagg import PrefillWorker
 
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
     typer.echo(serving.words_of(measured, judged=judge and made_up is None))
     worker = guarded(PrefillWorker, source, given, measured)
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
+    link.serve_caches(worker, experiment=experiment)
 
 
 @serve.command()
@@ -97,6 +111,7 @@ def store(
     from diffkv_repro.kvserve.store import PrefixStore
     from diffkv_repro.kvserve.store_worker import StoreWorker
 
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
     text = _text()
     source = guarded(serving.open_source, model, made_up, text)
     given, measured = guarded(serving.measured_profiles, source, _names(profiles), tokens, text=text, judge=judge)
@@ -106,7 +121,29 @@ def store(
     guarded(serving.fill_store, kept, source, given, texts, typer.echo)
     typer.echo(f"{len(kept.entries)} caches in {folder}, {kept.nbytes / 1e6:.1f} MB")
     worker = guarded(StoreWorker, kept, measured[max(measured)])
-    _run(worker, endpoint, key_folder, insecure, gbps, experiment, patience, with_parent)
+    link.serve_caches(worker, experiment=experiment)
+
+
+@serve.command()
+def frames(
+    folder: Annotated[Path, typer.Argument(help="Folder of frames.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    key_folder: KeyFolder = None,
+    insecure: Insecure = False,
+    limit_gb: Annotated[float, typer.Option(min=0.001, help="Size at which the least recently used go.")] = 4.0,
+    gbps: Annotated[float | None, typer.Option(min=0, help="Shape the link to so many Gbit/s, each way.")] = None,
+    patience: Annotated[float, typer.Option(help="Seconds of silence after which a client is given up.")] = 5.0,
+    with_parent: Parent = False,
+) -> None:
+    """Store of frames for vLLM instances that share no folder: they keep and find them by name. Needs no model.
+
+    Example: diffkv-repro serve frames kv-frames
+    """
+    from diffkv_repro.kvserve.frame_server import FrameServer
+    from diffkv_repro.kvserve.frame_store import FolderStore
+
+    link = _Link.checked(endpoint, key_folder, insecure, gbps, patience, with_parent)
+    link.serve(FrameServer, guarded(FolderStore, folder, most_bytes=limit_gb * 1e9), say_line=typer.echo)
 
 
 @serve.command()
@@ -169,24 +206,42 @@ def _keys(folder: Path | None, role: str):
     return guarded(load_keys, _folder(folder), role)
 
 
-def _run(worker, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, experiment: bool,
-         patience: float, with_parent: bool) -> None:  # fmt: skip
-    from diffkv_repro.kvserve.link import LinkSettings
-    from diffkv_repro.kvserve.server import KVServer
-    from diffkv_repro.kvserve.serving import describe
-    from diffkv_repro.kvserve.shaper import Shaper
+@dataclass(frozen=True)
+class _Link:
+    """How a server listens; :meth:`checked` before it measures anything, which takes minutes."""
 
-    given = None if insecure else _keys(folder, "server")
-    settings = guarded(LinkSettings, patience=patience)
-    shaper = guarded(Shaper, None if gbps is None else gbps * 1e9 / 8)
-    server = guarded(
-        KVServer, worker, keys=given, endpoint=endpoint, settings=settings, shaper=shaper, experiment=experiment,
-        on_served=lambda report: typer.echo(describe(report)),
-    )  # fmt: skip
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.stop())
-    if with_parent:
-        threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
-    shaped = "" if gbps is None else f", shaped to {gbps:g} Gbps"
-    typer.echo(f"listening on {server.endpoint}{', encrypted' if given else ', NOT encrypted'}{shaped}")
-    server.run()
+    options: dict
+    gbps: float | None
+    with_parent: bool
+
+    @classmethod
+    def checked(cls, endpoint: str, folder: Path | None, insecure: bool, gbps: float | None, patience: float,
+                with_parent: bool) -> "_Link":  # fmt: skip
+        from diffkv_repro.kvserve.link import LinkSettings
+        from diffkv_repro.kvserve.link_server import require_free
+        from diffkv_repro.kvserve.shaper import Shaper
+
+        keys = None if insecure else _keys(folder, "server")
+        settings = guarded(LinkSettings, patience=patience)
+        shaper = guarded(Shaper, None if gbps is None else gbps * 1e9 / 8)
+        guarded(require_free, endpoint, keys)
+        return cls({"keys": keys, "endpoint": endpoint, "settings": settings, "shaper": shaper}, gbps, with_parent)
+
+    def serve_caches(self, worker, *, experiment: bool) -> None:
+        from diffkv_repro.kvserve.server import KVServer
+        from diffkv_repro.kvserve.serving import describe
+
+        self.serve(KVServer, worker, experiment=experiment, on_served=lambda report: typer.echo(describe(report)))
+
+    def serve(self, kind, what, **options) -> None:
+        """Until a signal comes, or with a parent its end."""
+        server = guarded(kind, what, **self.options, **options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        if self.with_parent:
+            threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
+        how = "encrypted" if self.options["keys"] else "NOT encrypted"
+        shaped = "" if self.gbps is None else f", shaped to {self.gbps:g} Gbps"
+        typer.echo(f"listening on {server.endpoint}, {how}{shaped}")
+        server.run()
+        typer.echo("stopped")

@@ -12,6 +12,7 @@ import numpy as np
 from diffkv_repro.kvserve.encoding import Pool
 from diffkv_repro.kvserve.history import AskTell, Evaluation
 from diffkv_repro.kvserve.profile import Profile
+from diffkv_repro.kvserve.search import SearchSettings
 from diffkv_repro.kvserve.space import SPACES
 
 REDUCED = list(SPACES["reduced"])
@@ -90,3 +91,17 @@ class Broken:
 
     def ratio(self, profile: Profile) -> float:
         return ratio_of(profile)
+
+
+POOL = reduced_pool()
+QUALITY = np.array([quality_of(profile) for profile in REDUCED])
+LEAST = float(np.quantile(QUALITY, 0.8))
+BEST = float(POOL.ratios[QUALITY >= LEAST].max())
+SETTINGS = SearchSettings(min_quality=LEAST, budget=32, cold_start=6)
+
+
+def some(number: int, columns: int = 4, seed: int = 0) -> Pool:
+    random = np.random.default_rng(seed)
+    points = random.random((number, columns))
+    names = tuple(map(str, range(number)))
+    return Pool(names, 2 + random.random(number), points, points, np.zeros(number), np.zeros(number))

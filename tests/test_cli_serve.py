@@ -1,5 +1,10 @@
 """``diffkv-repro serve``: keys are made, and what cannot work is one line instead of a traceback."""
 
+import signal
+import socket
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,6 +13,14 @@ from diffkv_repro.cli import app
 
 def run(*arguments):
     return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+ANYWHERE = ("--insecure", "--endpoint", "tcp://127.0.0.1:*")
+
+
+def process(*arguments):
+    command = [sys.executable, "-m", "diffkv_repro.cli", "serve", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_keys_are_made_once(tmp_path):
@@ -25,8 +38,8 @@ def test_keys_are_made_once(tmp_path):
     [
         (("decode", "--local"), "give a --prompt or a --file"),
         (("decode", "--prompt", "x", "--keys", "absent"), "diffkv-repro serve keys"),
-        (("prefill", "--made-up", "30x3"), "LAYERSxHEADSxDIM"),
-        (("prefill", "--made-up", "2x1x8", "--profiles", "zip"), "unknown profile 'zip'"),
+        (("prefill", *ANYWHERE, "--made-up", "30x3"), "LAYERSxHEADSxDIM"),
+        (("prefill", *ANYWHERE, "--made-up", "2x1x8", "--profiles", "zip"), "unknown profile 'zip'"),
         (("prefill", "--made-up", "2x1x8", "--profiles", "int4", "--tokens", "32", "--keys", "absent"), "serve keys"),
     ],
 )
@@ -35,3 +48,43 @@ def test_what_cannot_work_is_one_line(arguments, message):
     assert done.exit_code == 2
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("kind", ["prefill", "store", "frames"])
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        (None, "cannot listen on tcp://127.0.0.1:{port}: Address already in use"),
+        ("tcp://127.0.0.1:99999", "port '99999' is none of 1 to 65535"),
+        ("127.0.0.1:1", "without keys a server listens on the loopback alone"),
+        ("tcp://192.0.2.1:5750", "without keys a server listens on the loopback alone"),
+    ],
+)
+def test_where_nobody_can_listen_is_said_before_anything_is_measured(tmp_path, kind, endpoint, message):
+    folder = [tmp_path / "store"] if kind != "prefill" else []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(kind, *folder, "--insecure", "--endpoint", endpoint or f"tcp://127.0.0.1:{port}")
+    assert done.exit_code == 2
+    assert message.format(port=port) in done.output
+    assert "measured" not in done.output
+
+
+def test_a_server_that_is_interrupted_says_that_it_stops(tmp_path):
+    running = process("frames", tmp_path, *ANYWHERE)
+    assert running.stdout.readline().startswith("listening on tcp://127.0.0.1:")
+    running.send_signal(signal.SIGINT)
+    said, _ = running.communicate(timeout=60)
+    assert (said, running.returncode) == ("stopped\n", 0)
+
+
+def test_what_is_interrupted_before_it_serves_says_so(monkeypatch):
+    from diffkv_repro.kvserve import serving
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "open_source", interrupted)
+    done = run("prefill", *ANYWHERE)
+    assert done.exit_code == 130
+    assert done.output == "diffkv-repro: interrupted\n"

@@ -11,7 +11,12 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from diffkv_repro.kvserve import Profile
+from diffkv_repro.kvserve.latency import MeasuredProfile
+from diffkv_repro.kvserve.library import LibraryEntry
+
 MODULE = "diffkv_repro.kvserve.vllm_connector"
+PROMPT = [7 * i % 101 + 1 for i in range(150)]
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
@@ -163,3 +168,19 @@ class Engine:
         found = pickle.loads(pickle.dumps(self.worker.build_connector_worker_meta()))
         self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=found))
         return invalid
+
+
+def frames(tmp_path):
+    return sorted((tmp_path / "store").glob("*.kvsf"))
+
+
+def holds(engine, blocks, tokens):
+    for layer, found in enumerate(engine.read(blocks, len(tokens))):
+        key, value = engine.kv(tokens, layer)
+        if not (torch.equal(found.key, key) and torch.equal(found.value, value)):
+            return False
+    return True
+
+
+def entry(name, profile, ratio=2.0, speed=1e9, quality=1.0):
+    return LibraryEntry(Profile.named(profile), MeasuredProfile(name, ratio, speed, speed, {"*": quality}))

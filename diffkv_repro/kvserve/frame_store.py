@@ -2,7 +2,8 @@
 
 A prompt is known by its content: :func:`prompt_keys` names the frame of each of its beginnings by a digest of model and
 tokens, so that no router has to tell one instance what another one stored. :class:`FrameStore` is all that an instance
-asks of a place; :class:`FolderStore` is a folder that they share, :func:`open_store` opens either by its address.
+asks of a place; :class:`FolderStore` is a folder that they share, ``LinkStore`` is one
+behind the link; :func:`open_store` opens either.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -128,13 +129,13 @@ class FolderStore:
         path = self._path(name)
         try:
             with path.open("rb") as handle:
-                data = handle.read(most + 1)
+                if os.fstat(handle.fileno()).st_size > most:
+                    raise FrameError(f"frame {name} has more than {most} bytes")
+                data = handle.read()
             with suppress(OSError):
                 os.utime(path)
         except FileNotFoundError as error:
             raise FrameMissing(error.errno, f"frame {name} is not in {self.folder}") from error
-        if len(data) > most:
-            raise FrameError(f"frame {name} has more than {most} bytes")
         return data
 
     def discard(self, name: str) -> None:
@@ -188,15 +189,20 @@ class FolderStore:
 
 
 STORES: dict[str, Callable[..., FrameStore]] = {}
-"""How to open a store at an address ``scheme://...``, by scheme; each takes the address and ``most_bytes``."""
+"""How to open a store at an address ``scheme://...``, by scheme; each takes it, ``most_bytes`` and own options."""
 
 
-def open_store(address: str, *, most_bytes: float = math.inf) -> FrameStore:
-    """The store at ``address``: a folder, or ``scheme://...`` of one in STORES. Raises ValueError naming those."""
+def open_store(address: str, *, most_bytes: float = math.inf, **options: Any) -> FrameStore:
+    """The store at ``address``: a folder, or ``scheme://...`` of one in STORES, which may take ``options``.
+
+    Raises ValueError naming those known, and for options with a folder, which takes none.
+    """
     scheme, found, _ = address.partition("://")
     if not found:
+        if options:
+            raise ValueError(f"{next(iter(options))} is given with a folder; it is for a store at an address")
         return FolderStore(address, most_bytes=most_bytes)
     if scheme not in STORES:
         known = ", ".join(["a folder", *(f"{name}://" for name in STORES)])
         raise ValueError(f"store is {address!r}; allowed are {known}")
-    return STORES[scheme](address, most_bytes=most_bytes)
+    return STORES[scheme](address, most_bytes=most_bytes, **options)

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,17 @@ LOOPBACK = "tcp://127.0.0.1:5750"
 
 class LinkError(RuntimeError):
     """A transfer that cannot go on: the other side is gone, refuses, or does not keep to the protocol."""
+
+
+def require_address(endpoint: str) -> None:
+    """Raise LinkError for a port that is none: ZeroMQ would take what is left of it after 65536 for another."""
+    port = endpoint.rsplit(":", 1)[1] if endpoint.startswith("tcp://") else "*"
+    if port != "*" and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise LinkError(f"{endpoint!r} is no address: port {port!r} is none of 1 to 65535, nor *")
+
+
+class Refused(LinkError):
+    """The other side is there and says no."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ class Incoming:
 
     def __init__(self, window: int, most: int, *, overlap: bool) -> None:
         self._window, self._most, self._overlap = window, most, overlap
-        self._chunks: deque[memoryview] = deque()
+        self._chunks: deque[tuple[memoryview, float]] = deque()
         self._changed = threading.Condition()
         self.received = self.used = 0
         self.waited = 0.0
@@ -167,7 +179,7 @@ class Incoming:
                 raise LinkError(f"{self.received} bytes of a frame; at most {self._most} are allowed")
             if not self._overlap:
                 self.used = self.received
-            self._chunks.append(view)
+            self._chunks.append((view, time.monotonic()))
             self._changed.notify_all()
 
     def end(self, total: int) -> None:
@@ -197,15 +209,36 @@ class Incoming:
                     raise FrameError(self._failed)
                 if not self._chunks:
                     raise FrameError(f"truncated: {count} bytes are needed, and {at} are left")
-                chunk = self._chunks.popleft()
+                chunk, arrived = self._chunks.popleft()
                 part = chunk[: count - at]
                 if len(part) < len(chunk):
-                    self._chunks.appendleft(chunk[len(part) :])
+                    self._chunks.appendleft((chunk[len(part) :], arrived))
                 if self._overlap:
                     self.used += len(part)
             found[at : at + len(part)] = part
             at += len(part)
         return found
+
+    def chunks(self) -> Iterator[tuple[memoryview, float]]:
+        """What arrives, and when it did; a chunk counts as used when the next one is asked for. Raises FrameError where
+        the rest does not come. Needs ``overlap``."""
+        while True:
+            with self._changed:
+                while not (self._failed or self._ended or self._chunks):
+                    self._changed.wait()
+                if self._failed:
+                    raise FrameError(self._failed)
+                if not self._chunks:
+                    return
+                chunk = self._chunks.popleft()
+            yield chunk
+            with self._changed:
+                self.used += len(chunk[0])
+
+    @property
+    def failed(self) -> str:
+        """Why no more will come, or nothing."""
+        return self._failed
 
     def at_end(self) -> bool:
         """Whether everything was read, once the sender has ended."""

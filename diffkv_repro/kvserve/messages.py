@@ -5,6 +5,11 @@ client -> server   ask    tokens of the prompt beside it       credit  bytes rec
 server -> client   start  what was decided                     piece   bytes of a frame beside it
                    end    bytes of the frame, seconds          refuse  the reason
                    alive  still at work                        receipt answers done: what the link gave
+
+A server of frames is asked by their names, and answers each question with one ``answer``:
+
+client -> server   find, receipts   names beside it, a line each    discard, acknowledge   one name
+                   get    the frame follows the answer              put    the frame follows, credits come back
 """
 
 import json
@@ -32,7 +37,18 @@ _FIELDS: dict[str, dict[str, type]] = {
     "refuse": {"reason": _TEXT},
     "receipt": {"send": _SECONDS, "observed": _SECONDS},
     "alive": {},
+    "find": {},
+    "receipts": {},
+    "get": {"name": _TEXT, "most": _COUNT, "window": _COUNT},
+    "put": {"name": _TEXT},
+    "discard": {"name": _TEXT},
+    "acknowledge": {"name": _TEXT, "fetch": _SECONDS, "decode": _SECONDS, "sent_bytes": _COUNT},
+    "answer": {"values": _MAP},
 }  # fmt: skip
+
+
+OPENING = frozenset({"ask", "find", "receipts", "get", "put", "discard", "acknowledge"})
+"""Kinds that begin a request."""
 
 
 class MessageError(ValueError):

@@ -5,205 +5,64 @@ that of a prefill worker runs the model and compresses, that of a prefix store r
 """
 
 import logging
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from diffkv_repro.core.errors import first_line
 from diffkv_repro.kvserve.goodput import GoodputEstimator
-from diffkv_repro.kvserve.keys import Keys, secure_server
+from diffkv_repro.kvserve.keys import Keys
 from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, Outgoing
-from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, Message, MessageError, pack, unpack
+from diffkv_repro.kvserve.link_server import LinkServer
+from diffkv_repro.kvserve.link_transfers import Sending
+from diffkv_repro.kvserve.messages import MOST_TOKENS, Message
 from diffkv_repro.kvserve.shaper import Shaper
 from diffkv_repro.kvserve.terms import Offer, Provider, Refusal, Request, Served
 
 log = logging.getLogger(__name__)
 
-_LOOPBACKS = ("tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:", "ipc://", "inproc://")
-_MOST_WAITING = 64
 _TELLING = 1 << 18  # fewer bytes say more about latency than about bandwidth
-_IDLE_MS = 20
 
 
-@dataclass
-class _Transfer:
-    peer: bytes
-    id: str
-    request: Request
-    out: Outgoing
-    asked: float
-    heard: float
-    said: float
-    offer: Offer | None = None
-    picked: float = 0.0
-    decided: float = 0.0
-    encode: float = 0.0
-    announced: bool = False
-    ended: bool = False
-    refused: str = ""
+class KVServer(LinkServer):
+    """A :class:`LinkServer` of what ``provider`` offers; ``experiment`` lets clients choose profile and rate."""
 
-
-class KVServer:
-    """Serves until :meth:`stop`. ``endpoint`` is on the loopback unless given; with ``keys`` only clients whose public
-    key is known get in, and all is encrypted. ``keys`` of None has to be asked for: it lets everybody on this host in.
-
-    ``shaper`` is the link in experiments; ``experiment`` lets clients choose profile and rate.
-    """
+    opening = frozenset({"ask"})
 
     def __init__(
         self, provider: Provider, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None,
         shaper: Shaper | None = None, experiment: bool = False, on_served: Callable[[Served], None] | None = None,
     ) -> None:  # fmt: skip
-        if keys is None and not endpoint.startswith(_LOOPBACKS):
-            raise LinkError(f"without keys a server listens on the loopback alone, not on {endpoint}")
-        self.provider, self.settings = provider, settings or LinkSettings()
-        self.shaper, self.experiment = shaper or Shaper(), experiment
+        super().__init__(keys=keys, endpoint=endpoint, settings=settings, shaper=shaper)
+        self.provider, self.experiment = provider, experiment
         self.goodput = GoodputEstimator(least_bytes=_TELLING)
         self._on_served = on_served
-        self._transfers: dict[tuple[bytes, str], _Transfer] = {}
-        self._jobs: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._context = zmq.Context()
-        self._authenticator = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.router_mandatory = True
-        self._socket.sndhwm = 0  # credits bound what is under way
-        self._socket.maxmsgsize = MOST_HEADER + 4 * MOST_TOKENS
-        try:
-            if keys is not None:
-                self._authenticator = ThreadAuthenticator(self._context)
-                self._authenticator.start()
-                self._authenticator.configure_curve(domain="*", location=str(keys.clients))
-                secure_server(self._socket, keys)
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._shut()
-            raise LinkError(f"cannot bind {endpoint}: {error}") from error
-        self.endpoint = self._socket.last_endpoint.decode()
+        self._jobs: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
 
-    def stop(self) -> None:
-        """Let :meth:`run` return; safe from any thread and from a signal."""
-        self._stop.set()
-
-    def run(self) -> None:
-        """Answer requests until stopped."""
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
         worker = threading.Thread(target=self._work, name="kv-encode", daemon=True)
         worker.start()
         try:
-            while not self._stop.is_set():
-                if self._socket.poll(self._send()):
-                    self._receive()
-                self._tend()
+            yield
         finally:
-            for transfer in list(self._transfers.values()):
-                transfer.out.close("the server stops")
             self._jobs.put(None)
             worker.join(timeout=5)
-            self._shut()
 
-    def __enter__(self) -> "KVServer":
-        """Serve from a thread of this process during the block."""
-        self._thread = threading.Thread(target=self.run, name="kv-link", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._thread.join(timeout=10)
-
-    def _shut(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._socket.close(linger=0)
-        self._context.term()
-
-    # The socket's thread.
-
-    def _send(self) -> int:
-        """Send what may leave now; milliseconds until there may be more."""
-        wait = math.inf
-        for transfer in list(self._transfers.values()):
-            if transfer.offer is not None and not transfer.announced:
-                given = transfer.offer
-                transfer.announced = self._say(
-                    transfer, "start", profile=given.profile, why=given.why, predicted=given.predicted,
-                    tokens=given.tokens, whole=given.whole,
-                )  # fmt: skip
-            for _ in range(32):
-                now = time.monotonic()
-                chunk, then = transfer.out.take(self.shaper, now)
-                if chunk is None:
-                    wait = min(wait, then - now)
-                    break
-                if not self._say(transfer, "piece", chunk):
-                    break
-            else:
-                wait = 0
-            if transfer.refused:
-                self._say(transfer, "refuse", reason=transfer.refused)
-                self._drop(transfer, transfer.refused)
-            elif transfer.announced and not transfer.ended and transfer.out.finished:
-                transfer.ended = self._say(
-                    transfer, "end", bytes=transfer.out.sent, prefill=transfer.offer.prefill, encode=transfer.encode,
-                    queue=transfer.picked - transfer.asked,
-                )  # fmt: skip
-        waiting = 1 if self._transfers else _IDLE_MS
-        return max(0, min(waiting, math.ceil(1e3 * wait)) if wait < math.inf else waiting)
-
-    def _receive(self) -> None:
-        for _ in range(256):
-            try:
-                peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(peer, unpack(parts))
-            except MessageError as error:
-                log.warning("a client sent what is no message: %s", error)
-
-    def _handle(self, peer: bytes, message: Message) -> None:
-        now = time.monotonic()
-        if message.kind == "ask":
-            self._ask(peer, message, now)
-            return
-        transfer = self._transfers.get((peer, message.request))
-        if transfer is None:  # of a request that was given up, or of none
-            return
-        transfer.heard = now
-        try:
-            if message.kind == "credit":
-                transfer.out.credit(message["received"], message["used"], now)
-            elif message.kind == "done":
-                self._done(transfer, message["decode"], now)
-            elif message.kind == "cancel":
-                self._drop(transfer, f"the client gave up: {message['reason']}")
-        except LinkError as error:
-            self._drop(transfer, str(error))
-
-    def _ask(self, peer: bytes, message: Message, now: float) -> None:
-        try:
-            request = self._request(message)
-        except Refusal as error:
-            self._say_to(peer, pack("refuse", message.request, reason=str(error)))
-            return
+    def begin(self, peer: bytes, message: Message, now: float) -> "_Answer":
+        request = self._request(message)
         window = min(message["window"], self.settings.window_bytes)
         out = Outgoing(window, min(self.settings.chunk_bytes, window))
-        transfer = _Transfer(peer, message.request, request, out, now, now, now)
-        self._transfers[peer, message.request] = transfer
+        transfer = _Answer(peer, message.request, now, out, request, self._served)
         self._jobs.put(transfer)
+        return transfer
 
     def _request(self, message: Message) -> Request:
-        if len(self._transfers) >= _MOST_WAITING:
-            raise Refusal(f"busy: {_MOST_WAITING} requests wait already")
         count = message["tokens"]
         if not 1 <= count <= MOST_TOKENS or len(message.body) != 4 * count:
             raise Refusal(f"{count} tokens in {len(message.body)} bytes; 1 to {MOST_TOKENS} of 4 bytes are needed")
@@ -215,54 +74,15 @@ class KVServer:
         names = ("model", "workload", "slo", "min_quality", "recompute", "overlap", "options")
         return Request(tuple(ids), **{name: message[name] for name in names})
 
-    def _done(self, transfer: _Transfer, decode: float, now: float) -> None:
-        if not transfer.ended:
-            raise LinkError("done was said before the end")
-        out, offer = transfer.out, transfer.offer
-        out.credit(out.sent, out.sent, now)
-        report = Served(
-            offer, offer.prefill, transfer.encode, transfer.picked - transfer.asked, out.busy, decode,
-            offer.prefill + now - transfer.decided, out.sent,
-        )  # fmt: skip
+    def _served(self, transfer: "_Answer", report: Served) -> None:
         self.goodput.acknowledge(report.sent_bytes, report.send)
-        self._say(transfer, "receipt", send=report.send, observed=report.observed)
-        self._transfers.pop((transfer.peer, transfer.id), None)
+        self.say(transfer, "receipt", send=report.send, observed=report.observed)
         try:
             self.provider.served(report)
             if self._on_served is not None:
                 self._on_served(report)
         except Exception:
             log.exception("a finished transfer could not be learnt from")
-
-    def _tend(self) -> None:
-        now = time.monotonic()
-        for transfer in list(self._transfers.values()):
-            if now - transfer.heard > self.settings.patience:
-                self._drop(transfer, f"the client was silent for {self.settings.patience:g} s")
-            elif now - transfer.asked > self.settings.deadline:
-                self._drop(transfer, f"not finished within {self.settings.deadline:g} s")
-            elif now - transfer.said > self.settings.heartbeat:
-                self._say(transfer, "alive")
-
-    def _drop(self, transfer: _Transfer, reason: str) -> None:
-        if self._transfers.pop((transfer.peer, transfer.id), None) is not None:
-            transfer.out.close(reason)
-            log.info("request %s dropped: %s", transfer.id, reason)
-
-    def _say(self, transfer: _Transfer, kind: str, body: Any = b"", **fields: Any) -> bool:
-        transfer.said = time.monotonic()
-        if self._say_to(transfer.peer, pack(kind, transfer.id, body, **fields)):
-            return True
-        self._drop(transfer, "the client is gone")
-        return False
-
-    def _say_to(self, peer: bytes, parts: list[Any]) -> bool:
-        try:
-            self._socket.send_multipart([peer, *parts], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.info("nothing can be said to a client: %s", error)
-            return False
-        return True
 
     # The encoder's thread.
 
@@ -278,7 +98,7 @@ class KVServer:
                 log.exception("a request could not be served")
                 transfer.refused = f"the server failed: {first_line(error)}"
 
-    def _encode(self, transfer: _Transfer) -> None:
+    def _encode(self, transfer: "_Answer") -> None:
         if transfer.out.closed:
             return
         transfer.picked = time.monotonic()
@@ -304,3 +124,37 @@ class KVServer:
         for piece in held:
             transfer.out.put(piece, wait=False)
         transfer.out.complete()
+
+
+class _Answer(Sending):
+    """A KV cache on its way, ``served`` called with what it took when the client has decoded it."""
+
+    def __init__(
+        self, peer: bytes, request_id: str, now: float, out: Outgoing, request: Request,
+        served: Callable[["_Answer", Served], None],
+    ) -> None:  # fmt: skip
+        super().__init__(peer, request_id, now, out)
+        self.request, self._served = request, served
+        self.offer: Offer | None = None
+        self.picked = self.decided = self.encode = 0.0
+
+    def announcement(self) -> tuple[str, Mapping[str, Any]] | None:
+        given = self.offer
+        if given is None:
+            return None
+        names = ("profile", "why", "predicted", "tokens", "whole")
+        return "start", {name: getattr(given, name) for name in names}
+
+    def ending(self) -> Mapping[str, float]:
+        return {"prefill": self.offer.prefill, "encode": self.encode, "queue": self.picked - self.asked}
+
+    def hear(self, message: Message, now: float) -> None:
+        super().hear(message, now)
+        if not self.complete:
+            return
+        out, offer = self.out, self.offer
+        report = Served(
+            offer, offer.prefill, self.encode, self.picked - self.asked, out.busy, message["decode"],
+            offer.prefill + now - self.decided, out.sent,
+        )  # fmt: skip
+        self._served(self, report)

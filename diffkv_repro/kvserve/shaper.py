@@ -17,7 +17,7 @@ class Shaper:
     """
 
     def __init__(self, rate: float | None = None) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._free = -math.inf
         self.rate = rate
 
@@ -44,6 +44,14 @@ class Shaper:
         """Note that the chunk of that departure was sent."""
         with self._lock:
             self._free = max(self._free, departure)
+
+    def reserve(self, size: int, available: float) -> float:
+        """The departure of a chunk that is sure to be sent then: the link is taken until it has gone."""
+        with self._lock:
+            departure = self.departure(size, available)
+            if departure < math.inf:
+                self.sent(departure)
+            return departure
 
 
 class NotPermitted(RuntimeError):

@@ -109,16 +109,17 @@ def signs(frame: pd.DataFrame, raw_bytes: int, *, margin: float = 0.1) -> tuple[
 
 
 def over_best(frame: pd.DataFrame) -> pd.Series:
-    """By bandwidth, what the adaptive arm's choices take over the best static profile.
+    """By bandwidth, what the adaptive arm's requests take on average over the best static profile.
 
-    A transfer by a profile is the same whoever chose it, so both are pooled: the medians of profiles are compared, not
-    two measurements of one thing.
+    A transfer by a profile is the same whoever chose it, so both are pooled: a request counts as the median of all
+    transfers by its profile, and two measurements of one thing are not compared. All requests count, those among them
+    by which a controller finds out what is best.
     """
     medians = frame.groupby(["gbps", "profile"])["seconds"].median()
     best = medians.groupby("gbps").min()
     chosen = frame[frame["arm"] == ADAPTIVE]
     taken = pd.Series([medians[row.gbps, row.profile] for row in chosen.itertuples()], index=chosen.index)
-    return taken.groupby(chosen["gbps"]).median() / best
+    return taken.groupby(chosen["gbps"]).mean() / best
 
 
 def open_loop(

@@ -4,6 +4,8 @@
       "kv_connector_module_path": "diffkv_repro.kvserve.vllm_connector", "kv_role": "kv_producer",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "/shared/frames"}}'
 
+``store`` may also be the address of ``diffkv-repro serve frames``: ``{"store": "tcp://HOST:5750", "keys": "FOLDER"}``.
+
 The instance that prefills stores a frame in the step that completes the prompt; one that is asked for a prompt that
 begins with the same tokens loads it before its own prefill, which is then left with the rest. A frame that is missing,
 damaged or another model's costs a prefill and nothing else. Settings: :class:`ConnectorSettings`.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from diffkv_repro.kvserve import link_store  # noqa: F401  (registers tcp://)
 from diffkv_repro.kvserve.frame_store import GRAIN, FrameStore, open_store
 from diffkv_repro.kvserve.latency import ANY_WORKLOAD
 from diffkv_repro.kvserve.library import ProfileLibrary, profile_of
@@ -18,7 +19,9 @@ DEFAULT_PROFILE = "lossless-zstd"
 class ConnectorSettings:
     """Settings of one vLLM instance.
 
-    - ``store``: a folder, or the address of a store; the one setting that is needed.
+    - ``store``: a folder, or the address of a store (``tcp://HOST:PORT``); the one setting that is needed.
+    - ``keys``: folder of the keys for an address, that of ``diffkv-repro serve keys`` unless given. Or
+      ``insecure``: true for none, which a server takes from its own host alone.
     - ``profile``: the name of a profile, or its parts; lossless unless given. Or
       ``profiles``: the file of a :class:`ProfileLibrary`, from which a controller chooses for each request by
       ``workload``, ``min_quality`` (relative to the uncompressed cache), ``slo`` (seconds for encoding, sending and
@@ -31,6 +34,8 @@ class ConnectorSettings:
     """
 
     store: str
+    keys: str | None = None
+    insecure: bool = False
     profile: Any = None
     profiles: str | None = None
     workload: str = ANY_WORKLOAD
@@ -47,12 +52,14 @@ class ConnectorSettings:
         for name in ("store", "workload", "namespace"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a text is needed")
-        for name in ("profiles", "head_scores", "model_id"):
+        for name in ("keys", "profiles", "head_scores", "model_id"):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, str) and given):
                 raise ValueError(f"{name} is {given!r}; a text is needed, or nothing")
         if not self.store:
-            raise ValueError("store is ''; name a folder that both instances can reach")
+            raise ValueError("store is ''; name a folder or an address that both instances can reach")
+        if not isinstance(self.insecure, bool):
+            raise ValueError(f"insecure is {self.insecure!r}; allowed are true, false")
         if self.profile is not None and self.profiles is not None:
             raise ValueError(
                 "profile and profiles are both given; one profile for all requests, or a library, not both"
@@ -78,7 +85,9 @@ class ConnectorSettings:
         if unknown:
             raise ValueError(f"kv_connector_extra_config has no {unknown[0]!r}; allowed are {', '.join(allowed)}")
         if "store" not in extra:
-            raise ValueError("kv_connector_extra_config lacks 'store', a folder that both instances can reach")
+            raise ValueError(
+                "kv_connector_extra_config lacks 'store', a folder or an address that both instances can reach"
+            )
         return cls(**extra)
 
     def library(self) -> ProfileLibrary | None:
@@ -90,8 +99,10 @@ class ConnectorSettings:
         return profile_of(DEFAULT_PROFILE if self.profile is None else self.profile)
 
     def open(self) -> FrameStore:
-        """The store. Raises ValueError for an address of no known kind, OSError where it cannot be reached."""
-        return open_store(self.store, most_bytes=self.store_gib * 2**30)
+        """The store. Raises ValueError for an address of no known kind and for keys that cannot be used, OSError where
+        a folder cannot be reached; an address is not asked yet."""
+        options = {name: getattr(self, name) for name in ("keys", "insecure") if getattr(self, name)}
+        return open_store(self.store, most_bytes=self.store_gib * 2**30, **options)
 
 
 def _number(value: Any) -> bool:

@@ -154,7 +154,10 @@ def test_receipts_that_nobody_waits_for_go_in_time(tmp_path):
 
 def test_stores_are_opened_by_their_address(tmp_path, monkeypatch):
     assert isinstance(open_store(str(tmp_path / "new")), FolderStore)
-    with pytest.raises(ValueError, match="store is 'tcp://x:1'; allowed are a folder"):
-        open_store("tcp://x:1")
-    monkeypatch.setitem(STORES, "tcp", lambda address, *, most_bytes: (address, most_bytes))
-    assert open_store("tcp://x:1") == ("tcp://x:1", math.inf)
+    with pytest.raises(ValueError, match="store is 'mine://x:1'; allowed are a folder"):
+        open_store("mine://x:1")
+    monkeypatch.setitem(STORES, "mine", lambda address, *, most_bytes, **own: (address, most_bytes, own))
+    assert open_store("mine://x:1") == ("mine://x:1", math.inf, {})
+    assert open_store("mine://x:1", keys="k") == ("mine://x:1", math.inf, {"keys": "k"})
+    with pytest.raises(ValueError, match="keys is given with a folder"):
+        open_store(str(tmp_path), keys="k")

@@ -105,6 +105,15 @@ def test_a_link_that_is_cut_carries_nothing():
         shaper.rate = -1
 
 
+def test_a_reserved_chunk_takes_the_link_but_for_one_that_is_cut():
+    shaper = Shaper(10)
+    assert (shaper.reserve(10, 5.0), shaper.reserve(20, 5.5)) == (6.0, 8.0)
+    shaper.rate = 0
+    assert shaper.reserve(1, 9.0) == float("inf")
+    shaper.rate = 10
+    assert shaper.reserve(10, 9.0) == 10.0
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     st.lists(st.integers(0, 600), min_size=1, max_size=6), st.integers(50, 700), st.integers(1, 4), st.booleans(),

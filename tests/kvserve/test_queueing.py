@@ -97,3 +97,13 @@ def test_choices_are_judged_by_what_their_profiles_take():
     times = frame.groupby(["gbps", "profile"])["seconds"].median().unstack()
     for gbps, name in chosen.items():
         assert found[gbps] == pytest.approx(times[name][gbps] / times.loc[gbps].min())
+
+
+def test_a_wrong_choice_now_and_then_is_not_hidden_by_the_right_ones():
+    frame, _ = rows()
+    at = frame[frame["gbps"] == 0.1]
+    right, wrong = (at[at["profile"] == name].assign(arm=transfers.ADAPTIVE) for name in ("8x", "none"))
+    found = transfers.over_best(pd.concat([frame, right.iloc[:4], wrong.iloc[:1]]))
+    times = at.groupby("profile")["seconds"].median()
+    assert found[0.1] == pytest.approx((4 * times["8x"] + times["none"]) / 5 / times.min())
+    assert found[0.1] > 1.5
