@@ -57,8 +57,7 @@ def finish(figure: go.Figure, foot: str) -> go.Figure:
     gets another below, without what that says already. Series that only their colour tells apart get a symbol, a dash
     or a hatching too.
     """
-    tell_apart(figure, PALETTE)
-    figure.update_layout(template=TEMPLATE, height=figure.layout.height or SIZE[1])
+    restyle(figure).update_layout(height=figure.layout.height or SIZE[1])
     margin = figure.layout.margin.b or TEMPLATE.layout.margin.b
     before = [own.text for own in figure.layout.annotations if own.name == _FOOT]
     if before:
@@ -74,6 +73,12 @@ def finish(figure: go.Figure, foot: str) -> go.Figure:
         yshift=-margin + 4, showarrow=False, name=_FOOT, font={"size": 11, "color": "#666666"}, align="left",
     )  # fmt: skip
     return figure
+
+
+def restyle(figure: go.Figure) -> go.Figure:
+    """Give ``figure`` the common look, and nothing else."""
+    tell_apart(figure, PALETTE)
+    return figure.update_layout(template=TEMPLATE)
 
 
 def as_data(figure: go.Figure) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "cross", "triangle-down")
 DASHES = ("solid", "dot", "dashdot", "longdash", "longdashdot", "2px,5px", "dash")
-_HATCHINGS = ("", "/", "\\", "x", "-", "|", "+")
+_HATCHINGS = ("", "/", "\\", "x", "-", ".", "+")
 _FEW = 20  # points: plotly marks those of a line of fewer, unless it is told otherwise
 
 
