@@ -164,7 +164,7 @@ _FIGURE = """
 let box = arguments[0];
 while (box && !box.querySelector(".js-plotly-plot")) box = box.parentElement;
 const plot = box && box.querySelector(".js-plotly-plot");
-if (!plot || !plot.layout || !plot.querySelector(".main-svg")) return "";
+if (!plot || !plot.layout || !plot.layout.title || !plot.querySelector(".main-svg")) return "";
 const kept = ["title", "annotations", "shapes"].map(key => plot.layout[key]);
 const text = JSON.stringify([kept, plot.data]);
 let sum = 0;
