@@ -116,8 +116,8 @@ def _envelope_panel(
     if at:
         figure.add_vline(x=at / GBPS, line={"color": PALETTE[1], "width": 2}, **panel)
     figure.add_scatter(
-        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[6], "width": 2, "dash": "solid"}, name="released table",
-        legendgroup="envelope", showlegend=column == 1, row=2, col=column,
+        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[6], "width": 2, "dash": "solid"},
+        name="released table", legendgroup="envelope", showlegend=column == 1, row=2, col=column,
         hovertemplate="%{x:.3g} Gbps: %{y:.3f} x the best<extra>released table</extra>",
     )  # fmt: skip
 
@@ -189,7 +189,8 @@ def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], dra
         figure.add_scatter(x=x, y=y, name=line.name, line={"color": colour, "width": 2, "dash": "solid"}, row=1, col=1)
         start = int(np.argmax(y > 0.56))
         figure.add_annotation(x=x[start], y=y[start], text=line.name, showarrow=False, xanchor="left",
-                              yanchor="bottom", xshift=4, yshift=8, font_color=colour, row=1, col=1)  # fmt: skip
+                              yanchor="top" if start else "bottom", xshift=6, yshift=0 if start else 8,
+                              font_color=colour, row=1, col=1)  # fmt: skip
         if line.name in drift:
             figure.add_scatter(x=x, y=y + drift[line.name], name=f"{line.name}, drifted", row=1, col=1,
                                line={"color": colour, "width": 1.5, "dash": "dash"})  # fmt: skip
