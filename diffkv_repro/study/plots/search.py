@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 from diffkv_repro.kvserve.history import AskTell
 from diffkv_repro.kvserve.search_facts import Trial
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
+from diffkv_repro.study.grey import SYMBOLS
 
 _GREY = "#999999"
 
@@ -161,7 +162,7 @@ def ablations(trials: Mapping[str, Sequence[Trial]], own: Sequence[str], candida
         found, ended = ([getattr(t, what) for t in many] for what in ("found", "evaluations"))
         middle, low, high = (np.quantile([100 * f for f in found], q) for q in (0.5, 0.25, 0.75))
         across, left, right = (np.quantile(ended, q) for q in (0.5, 0.25, 0.75))
-        symbol = "circle" if name in own else "diamond"
+        symbol = SYMBOLS[list(trials).index(name) % len(SYMBOLS)] + ("" if name in own else "-open")
         figure.add_scatter(
             x=[across], y=[middle], name=name, legendgroup=name, mode="markers",
             marker={"size": 11, "color": colours[name], "symbol": symbol},
