@@ -87,12 +87,16 @@ def figures(
     output: Output = None,
     as_json: Json = False,
     gallery: Annotated[bool, typer.Option("--gallery", help="Also rewrite index.html there.")] = False,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Also draw all of them anew from their records: new look, same numbers.")
+    ] = False,
 ) -> None:
     """List every figure and table with its notebook, its files and its verdicts.
 
     Example: diffkv-repro figures --gallery
     """
     from diffkv_repro.study.gallery import write_gallery
+    from diffkv_repro.study.pages import redraw as draw
     from diffkv_repro.study.runner import locked
     from diffkv_repro.study.scoreboard import figure_rows, make_console, print_figures
 
@@ -102,11 +106,15 @@ def figures(
         typer.echo(json.dumps(rows, indent=1))
     else:
         print_figures(make_console(), rows)
-    if gallery:
+    if gallery or redraw:
 
         def rewrite() -> None:
             with locked(folder):
-                write_gallery(folder, entries, judged)
+                if redraw:
+                    for entry in entries:
+                        draw(folder, entry.id)
+                if gallery:
+                    write_gallery(folder, entries, judged)
 
         guarded(rewrite)
 

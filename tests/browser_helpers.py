@@ -164,7 +164,7 @@ _FIGURE = """
 let box = arguments[0];
 while (box && !box.querySelector(".js-plotly-plot")) box = box.parentElement;
 const plot = box && box.querySelector(".js-plotly-plot");
-if (!plot || !plot.layout || !plot.querySelector(".main-svg")) return "";
+if (!plot || !plot.layout || !plot.layout.title || !plot.querySelector(".main-svg")) return "";
 const kept = ["title", "annotations", "shapes"].map(key => plot.layout[key]);
 const text = JSON.stringify([kept, plot.data]);
 let sum = 0;
@@ -193,3 +193,20 @@ def move_every_slider(browser):
         until(lambda at=slider, old=before: browser.execute_script(_FIGURE, at) not in ("", old), f"{name} draws anew")
         moved.append(name)
     return moved
+
+
+def compare_another(browser):
+    """Type another choice into the comparison, which has no slider; its figure must change each time."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    entries = browser.find_elements(By.CSS_SELECTOR, ".widget-text")
+    boxes = {box.find_element(By.CSS_SELECTOR, ".widget-label").text: box for box in entries}
+    for side, choice in (("left", "K8V4"), ("right", "wire: int4"), ("left", "FP16")):
+        box = boxes[side]
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", box)
+        before = until(lambda at=box: browser.execute_script(_FIGURE, at), "the comparison's figure")
+        entry = box.find_element(By.CSS_SELECTOR, "input")
+        entry.send_keys(Keys.CONTROL, "a")
+        entry.send_keys(choice + Keys.ENTER)
+        until(lambda at=box, old=before: browser.execute_script(_FIGURE, at) not in ("", old), f"{side} draws anew")

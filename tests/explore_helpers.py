@@ -58,23 +58,32 @@ def recreated(explorer):
 
 
 def wander(explorer, moves, *, seed=0, texts=None, check=None):
-    """``moves`` random moves; after each there is a new figure, at every fourth compared with that of this very state.
+    """``moves`` random moves; after each there is a new figure, and at every fourth it is that of this very state.
 
-    ``texts`` by control's name.
+    Of this state: as the explorer's function gives it now, and, more rarely, as the copied code makes it by itself,
+    which shares nothing with the widgets. Every control has been moved in the end. ``texts`` by control's name.
     """
     generator = random.Random(seed)
+    names = list(explorer.controls)
+    moved = set()
     for count in range(moves):
-        name = generator.choice(list(explorer.controls))
-        before = explorer.figure
-        was = explorer.controls[name].value
+        name = names[count] if count < len(names) else generator.choice(names)  # each of them once, then any
+        before, was = explorer.figure, explorer.state
         move(explorer.controls[name], generator, (texts or {}).get(name, ()))
         assert explorer.error is None, f"{name}: {explorer.error}"
+        assert explorer.said.value == ""
         assert explorer.figure in explorer.children
-        assert (explorer.figure is not before) or explorer.controls[name].value == was, f"{name}: a stale figure"
-        if count % 4:
-            continue
-        shown = explorer._show(explorer.state)
-        assert plain(explorer.figure) == plain(shown.figure), f"{name}: the figure is not of this state"
-        assert explorer.below.value == shown.html
-        if check is not None:
-            check(explorer)
+        assert before is explorer.figure or before not in explorer.children
+        if explorer.state != was:
+            assert explorer.figure is not before, f"{name}: a stale figure"
+            moved.add(name)
+        if count % 4 == 0:
+            shown = explorer._show(explorer.state)
+            assert plain(explorer.figure) == plain(shown.figure), f"{name}: the figure is not of this state"
+            assert explorer.below.value == shown.html
+            if check is not None:
+                check(explorer)
+        if count % 25 == 0:
+            assert plain(recreated(explorer)["figure"]) == plain(explorer.figure), f"{name}: other than the copied code"
+    fixed = {name for name, only in (texts or {}).items() if len(set(only)) < 2}
+    assert moved >= set(names) - fixed

@@ -124,13 +124,16 @@ def summarise(judged: pd.DataFrame, workloads: Iterable[Workload], *, seed: int 
     """
     texts = {workload.name for workload in workloads if workload.texts}
     rows = []
+    unsolved: set[str] = set()
     for (workload, profile), own in judged.groupby(["workload", "profile"], sort=False):
         if workload in texts:
             gain = mean_interval((own["score"] - own["plain"]).tolist(), seed=seed)
             found = Interval(*(math.exp(edge) for edge in (gain.mean, gain.low, gain.high)), gain.n)
         else:
             if not own["plain"].any():
-                log.warning("%s is left out: the uncompressed model solves none of %d items", workload, len(own))
+                if workload not in unsolved:  # once, not for every profile
+                    log.warning("%s is left out: the uncompressed model solves none of %d items", workload, len(own))
+                unsolved.add(workload)
                 continue
             found = ratio_interval(own["score"].tolist(), own["plain"].tolist(), seed=seed)
         means = {name: float(own[name].mean()) for name in ("score", "plain", "kl", "agreement")}

@@ -153,36 +153,42 @@ class _Coder:
 
     def _encode_into(self, symbols: Tensor) -> Tensor:
         with self._ordered():
-            source = self._nvcomp.as_array(symbols)
+            source = self._array(symbols)
             out = symbols.new_empty(self._codec.get_max_comp_buffer_size(source))
-            size = int(self._codec.encode(source, out=out).buffer_size)
+            # An array of nvCOMP's around the tensor: given the tensor itself, encode returns that, and no size.
+            size = int(self._codec.encode(source, out=self._array(out)).buffer_size)
         return out[:size].clone()  # what is left of the bound is given back
 
     def _decode_into(self, coded: Tensor, count: int) -> Tensor:
         out = coded.new_empty(count)
         with self._ordered():
-            source = self._nvcomp.as_array(coded)
+            source = self._array(coded)
             _require_count(int(self._codec.get_uncomp_buffer_size(source)), count)
-            found = self._codec.decode(source, data_type="|u1", out=out)
+            found = self._codec.decode(source, data_type="|u1", out=self._array(out))
             _require_count(int(found.buffer_size), count)
         return out
 
     def _encode_out_of(self, symbols: Tensor) -> Tensor:
         with self._ordered():
-            found = self._codec.encode(self._nvcomp.as_array(symbols))
+            found = self._codec.encode(self._array(symbols))
         return self._taken(found)
 
     def _decode_out_of(self, coded: Tensor, count: int) -> Tensor:
         with self._ordered():
-            found = self._codec.decode(self._nvcomp.as_array(coded), data_type="|u1")
+            found = self._codec.decode(self._array(coded), data_type="|u1")
         _require_count(int(found.buffer_size), count)
         return self._taken(found)
 
     def _taken(self, found: Any) -> Tensor:
         """A copy of an array of nvCOMP's own, which frees its memory without asking torch's streams."""
-        taken = torch.from_dlpack(found).view(torch.uint8).flatten().clone()
+        whole = torch.from_dlpack(found).view(torch.uint8).flatten()  # as long as the buffer, not as what is in it
+        taken = whole[: int(found.buffer_size)].clone()
         torch.cuda.current_stream(self._device).synchronize()
         return taken
+
+    def _array(self, tensor: Tensor) -> Any:
+        """nvCOMP's view of a tensor, on the codec's stream."""
+        return self._nvcomp.as_array(tensor, cuda_stream=self._stream.cuda_stream)
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:

@@ -9,10 +9,11 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from diffkv_repro.core.files import write_text
+from diffkv_repro.study.grey import tell_apart
 
 log = logging.getLogger(__name__)
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey.
+# Okabe and Ito's palette: told apart with any colour vision; for grey, ``finish`` adds symbols, dashes, hatchings.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PAPER_COLOUR = "#767676"
 # Right-aligned between the title and the plot, for a figure with a top margin of 92 or more.
@@ -22,6 +23,13 @@ LEGEND_ABOVE = {
     "xanchor": "right",
     "y": 1.08,
     "yanchor": "bottom",
+}
+# A logarithmic axis of losses in nats, on which those below the least, and gains, are drawn at the least.
+LEAST_LOSS = 1e-3
+LOSS_AXIS = {
+    "type": "log",
+    "tickvals": [LEAST_LOSS, 0.01, 0.1, 1, 10],
+    "ticktext": [f"≤ {LEAST_LOSS:g}", "0.01", "0.1", "1", "10"],
 }
 SIZE = (960, 540)
 _SCRIPT = "plotly.min.js"
@@ -46,15 +54,18 @@ def finish(figure: go.Figure, foot: str) -> go.Figure:
     """Give ``figure`` the common look and a line at its foot that says where its numbers come from.
 
     Its width is left open: on a page or in a notebook it fills what there is. A figure that has such a line already
-    gets another below.
+    gets another below, without what that says already. Series that only their colour tells apart get a symbol, a dash
+    or a hatching too.
     """
-    figure.update_layout(template=TEMPLATE, height=figure.layout.height or SIZE[1])
+    restyle(figure).update_layout(height=figure.layout.height or SIZE[1])
     margin = figure.layout.margin.b or TEMPLATE.layout.margin.b
     before = [own.text for own in figure.layout.annotations if own.name == _FOOT]
     if before:
         figure.layout.annotations = [own for own in figure.layout.annotations if own.name != _FOOT]
-        more = _FOOT_LINE * (foot.count("<br>") + 1)
-        margin, foot = margin + more, "<br>".join([*before, foot])
+        said = "<br>".join(before).split("<br>")
+        new = [line for line in foot.split("<br>") if line not in said]
+        more = _FOOT_LINE * len(new)
+        margin, foot = margin + more, "<br>".join([*said, *new])
         figure.update_layout(height=figure.layout.height + more)
     figure.update_layout(margin_b=margin)
     figure.add_annotation(
@@ -62,6 +73,12 @@ def finish(figure: go.Figure, foot: str) -> go.Figure:
         yshift=-margin + 4, showarrow=False, name=_FOOT, font={"size": 11, "color": "#666666"}, align="left",
     )  # fmt: skip
     return figure
+
+
+def restyle(figure: go.Figure) -> go.Figure:
+    """Give ``figure`` the common look, and nothing else."""
+    tell_apart(figure, PALETTE)
+    return figure.update_layout(template=TEMPLATE)
 
 
 def as_data(figure: go.Figure) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,13 @@ import pandas as pd
 import plotly.graph_objects as go
 from pandas.io.formats.style import Styler
 
-from diffkv_repro.core.files import atomic_path
 from diffkv_repro.core.paths import project_root
 from diffkv_repro.core.provenance import capture
 from diffkv_repro.study import drawing
 from diffkv_repro.study.claims import Figure, load_claims
 from diffkv_repro.study.notebooks import GPU_PROFILES
-from diffkv_repro.study.records import Measurement, Record, read_record, record_text
+from diffkv_repro.study.pages import write_figure
+from diffkv_repro.study.records import Measurement, Record, read_record
 from diffkv_repro.study.verdicts import expected_text, judge_all, number_text, tally
 
 
@@ -77,24 +76,9 @@ class Study:
         if unused:
             raise ValueError(f"no claim of {figure} asks for {', '.join(unused)}")
         provenance = capture(root=self.root, seed=self.seed, profile=self.profile, config=self.config)
-        pages: dict[str, bytes] = {}
-        data: dict[str, Any] = {}
         if plot is not None:
-            foot = "<br>".join(filter(None, (basis, provenance.summary())))
-            data = drawing.as_data(drawing.finish(plot, foot))
-            drawing.ensure_script(self.folder)
-            pages[".html"] = drawing.html_page(figure, plot)
-            picture = drawing.png_image(figure, plot)
-            if picture is not None:
-                pages[".png"] = picture
-        text = record_text(Record(figure, provenance.as_dict(), dict(measured), data))
-        # All of them or none; the record, opened first, is renamed last, so it never stands beside an older page.
-        contents = {".json": text.encode(), **pages}
-        with ExitStack() as files:
-            for ending, content in contents.items():
-                files.enter_context(atomic_path(self.folder / f"{figure}{ending}")).write_bytes(content)
-        if ".png" not in contents:  # one of an earlier run would not show this run's numbers
-            (self.folder / f"{figure}.png").unlink(missing_ok=True)
+            drawing.finish(plot, "<br>".join(filter(None, (basis, provenance.summary()))))
+        write_figure(self.folder, Record(figure, provenance.as_dict(), dict(measured)), plot)
         return plot
 
     def check(self) -> Styler:

@@ -14,6 +14,7 @@ from browser_helpers import (
     ROOT,
     SLIDERS,
     chromium,
+    compare_another,
     errors,
     free_port,
     jupyterlab,
@@ -40,6 +41,7 @@ def test_jupyterlab_runs_notebook_15_and_every_slider_moves_its_figure(browser, 
     with jupyterlab(tmp_path) as address:
         run_in_lab(browser, address, notebook.name)
         assert tuple(move_every_slider(browser)) == SLIDERS
+        compare_another(browser)
         assert errors(browser) == []
 
 
@@ -57,6 +59,7 @@ def test_the_app_moves_every_figure_too(browser, model, tmp_path):
     with serving(command, port, tmp_path, DIFFKV_REPRO_ROOT=str(ROOT)) as address:
         browser.get(address)
         assert tuple(move_every_slider(browser)) == SLIDERS
+        compare_another(browser)
         assert "Traceback" not in browser.page_source
         assert errors(browser) == []
 

@@ -8,6 +8,7 @@ import ipywidgets
 import pytest
 from explore_helpers import OTHER_WORDS, PROFILES, WORDS, plain, recreated, wander
 
+from diffkv_repro import explore
 from diffkv_repro.core.threads import one_thread
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.explore import (
@@ -61,6 +62,26 @@ EXPLORERS = [policy, pages, bandwidth, compare]
 @pytest.fixture(params=EXPLORERS, ids=lambda make: make.__name__)
 def explorer(request, loaded):
     return request.param(loaded)
+
+
+def test_every_explorer_is_here():
+    """One that is added to the package is tested like the others."""
+    made = {name for name in explore.__all__ if name.endswith(("_explorer", "_inspector"))}
+    assert made == {"policy_explorer", "page_inspector", "bandwidth_explorer", "compare_explorer"}
+    assert len(EXPLORERS) == len(made)
+
+
+def test_a_stale_figure_is_noticed(loaded):
+    """The check of the test below: an explorer that keeps its figure, or draws that of another state, fails it."""
+    explorer = bandwidth(loaded)
+    explorer._draw = lambda: None
+    with pytest.raises(AssertionError, match="a stale figure"):
+        wander(explorer, 20)
+    explorer = bandwidth(loaded)
+    first, show = dict(explorer.state), explorer._show
+    explorer._show = lambda state: show(first)
+    with pytest.raises(AssertionError, match="other than the copied code"):
+        wander(explorer, 60)
 
 
 @pytest.mark.parametrize("make", EXPLORERS)

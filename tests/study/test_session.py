@@ -12,6 +12,7 @@ from diffkv_repro.core.files import WriteError
 from diffkv_repro.study import ClaimFailed, Measurement, Study, drawing
 from diffkv_repro.study.claims import load_claims
 from diffkv_repro.study.gallery import write_gallery
+from diffkv_repro.study.pages import redraw
 from diffkv_repro.study.records import read_record
 from diffkv_repro.study.verdicts import judge_all
 
@@ -164,3 +165,21 @@ def test_a_figure_with_a_foot_keeps_it_above_the_next():
     assert foot.text == "first<br>line<br>second"
     assert figure.layout.height > height
     assert foot.yshift == 4 - figure.layout.margin.b
+
+
+def test_a_figure_drawn_anew_has_the_new_look_and_the_old_numbers(project, no_browser):
+    study = make_study()
+    lines = [go.Scatter(x=[1, 2], y=[3, place], mode="lines", line_color=drawing.PALETTE[place]) for place in (0, 1)]
+    study.publish("diffkv-fig90", go.Figure(lines), MEASURED, basis="made up")
+    before = read_record(study.folder, "diffkv-fig90")
+    old = json.loads((study.folder / "diffkv-fig90.json").read_text())
+    for trace in old["plot"]["data"]:
+        trace["line"].pop("dash")
+    (study.folder / "diffkv-fig90.json").write_text(json.dumps(old))
+    (study.folder / "diffkv-fig90.html").unlink()
+    assert redraw(study.folder, "diffkv-fig90")
+    assert read_record(study.folder, "diffkv-fig90") == before
+    assert "made up" in (study.folder / "diffkv-fig90.html").read_text()
+    assert not redraw(study.folder, "diffkv-fig91")
+    study.publish("diffkv-fig90", None, MEASURED)
+    assert not redraw(study.folder, "diffkv-fig90")

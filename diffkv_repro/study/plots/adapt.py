@@ -14,6 +14,8 @@ from diffkv_repro.kvserve.envelope_facts import GBPS
 from diffkv_repro.kvserve.latency import NO_COMPRESSION, Envelope, MeasuredProfile
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
 
+# Lightness alone says how good: it reads in grey, and with any colour vision.
+_QUALITY = [[0, "#A6611A"], [0.5, "#E8C99A"], [0.85, "#F5F5F5"], [1, "#FFFFFF"]]
 _STAGES = {"prefill": PALETTE[0], "communication": PALETTE[1], "decode": PALETTE[2]}
 
 
@@ -149,7 +151,7 @@ def _heat(figure: go.Figure, table: pd.DataFrame, text: np.ndarray, names: Seque
                      for pair in zip(text, good, strict=True)])  # fmt: skip
     figure.add_heatmap(
         x=list(names), y=list(table.index), z=shown, text=bold, texttemplate="%{text}", textfont={"size": 11},
-        colorscale="Blues" if limits is None else "RdYlGn", showscale=False, xgap=2, ygap=2,
+        colorscale="Blues" if limits is None else _QUALITY, showscale=False, xgap=2, ygap=2,
         zmin=limits and limits[0], zmax=limits and limits[1], opacity=0.75, row=row, col=col,
         hovertemplate="%{y}, %{x}: %{text}<extra></extra>",
     )  # fmt: skip
@@ -171,7 +173,7 @@ def latency(panels: Mapping[str, tuple[Sequence[MeasuredProfile], float, Sequenc
             figure.add_scatter(
                 x=bandwidths, y=[size * profile.seconds_per_byte(b * GBPS) for b in bandwidths], name=profile.name,
                 legend=f"legend{column if column > 1 else ''}",
-                line={"color": colour, "dash": "dash" if profile is NO_COMPRESSION else "solid"}, row=1, col=column,
+                line={"color": colour, "dash": "dash" if profile is NO_COMPRESSION else None}, row=1, col=column,
             )  # fmt: skip
             if profile is not NO_COMPRESSION:
                 edge = profile.break_even

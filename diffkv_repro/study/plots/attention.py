@@ -138,8 +138,8 @@ def critical_by_layer(series: Mapping[str, tuple[pd.DataFrame, int]], percent: f
             x=[table["layer"].min(), table["layer"].max()],
             y=[even, even],
             mode="lines",
-            name="if spread evenly",
-            line={"color": colour, "dash": "dash", "width": 1.5},
+            name=f"{name}, if spread evenly",
+            line={"color": colour, "dash": ("dash", "dot")[index % 2], "width": 1.5},
             hoverinfo="skip",
         )
     figure.update_xaxes(title_text="layer")

@@ -12,6 +12,7 @@ from diffkv_repro.kvserve.latency import NO_COMPRESSION, Envelope, MeasuredProfi
 from diffkv_repro.kvserve.simulator import Contention, Run
 from diffkv_repro.kvserve.traces import Trace
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
+from diffkv_repro.study.grey import DASHES
 
 _POINTS = 241
 _STEPS = [digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5)]
@@ -21,13 +22,18 @@ _ARMS = {
     "full": PALETTE[0], "no bandit": PALETTE[1], "no model": PALETTE[3], "best static": PALETTE[2],
     "no compression": PAPER_COLOUR, "oracle": PALETTE[6],
 }  # fmt: skip
+_ARM_DASHES = {
+    "full": "solid", "no bandit": "dashdot", "no model": "longdash", "best static": "dash",
+    "no compression": "longdashdot", "oracle": "dot",
+}  # fmt: skip
 
 
 def gains(groups: Mapping[str, Sequence[MeasuredProfile]]) -> go.Figure:
     """Theorem 6.1: gain T_0 / T_p of every profile over bandwidth in units of its own threshold; a colour a group."""
     figure = go.Figure()
     x = np.geomspace(0.005, 20, _POINTS)
-    for (group, profiles), colour in zip(groups.items(), PALETTE, strict=False):
+    pairs = list(zip(groups.items(), PALETTE, strict=False))
+    for (group, profiles), colour in sorted(pairs, key=lambda pair: -len(pair[0][1])):  # few lines lie above many
         for place, profile in enumerate(profiles):
             bandwidths = x * profile.break_even
             y = [NO_COMPRESSION.seconds_per_byte(b) / profile.seconds_per_byte(b) for b in bandwidths]
@@ -66,7 +72,13 @@ def envelope(panels: Mapping[str, Sequence[MeasuredProfile]], *, title: str, at:
     figure.update_yaxes(title_text="seconds a GB", row=1, col=1)
     figure.update_yaxes(**_DECADES, row=1)
     figure.update_yaxes(title_text="table / best", row=2, col=1)
-    figure.update_layout(title=title, height=780, legend={"tracegroupgap": 6}, margin={"t": 96})
+    lines = sum(len(profiles) + 1 for profiles in panels.values()) + 3
+    figure.update_layout(
+        title=title,
+        height=max(780, 240 + 19 * lines + 30 * len(panels)),
+        margin={"t": 96},
+        legend={"tracegroupgap": 6, "font": {"size": 12}},
+    )
     return figure
 
 
@@ -87,7 +99,7 @@ def _envelope_panel(
     near = best.candidates(at) if at else best.profiles
     for place, profile in enumerate((NO_COMPRESSION, *profiles)):
         colour = PALETTE[6] if place == 0 else PALETTE[(place - 1) % 6]
-        dash = "dash" if place == 0 else "solid" if place < 7 else "dot"
+        dash = "dash" if place == 0 else DASHES[(place - 1) % len(DASHES)]  # with six colours, no two lines alike
         figure.add_scatter(
             x=bandwidths / GBPS, y=[1e9 * profile.seconds_per_byte(b) for b in bandwidths], name=profile.name,
             line={"color": colour, "width": 2.5 if profile in near else 1.2, "dash": dash}, legendgroup=str(column),
@@ -104,8 +116,8 @@ def _envelope_panel(
     if at:
         figure.add_vline(x=at / GBPS, line={"color": PALETTE[1], "width": 2}, **panel)
     figure.add_scatter(
-        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[6], "width": 2}, name="released table",
-        legendgroup="envelope", showlegend=column == 1, row=2, col=column,
+        x=bandwidths / GBPS, y=chosen / least, line={"color": PALETTE[6], "width": 2, "dash": "solid"},
+        name="released table", legendgroup="envelope", showlegend=column == 1, row=2, col=column,
         hovertemplate="%{x:.3g} Gbps: %{y:.3f} x the best<extra>released table</extra>",
     )  # fmt: skip
 
@@ -174,7 +186,11 @@ def candidates(lines: Sequence[MeasuredProfile], drift: Mapping[str, float], dra
                        line={"color": "#CFCFCF", "width": 9}, hoverinfo="skip", row=1, col=1)  # fmt: skip
     for colour, line in zip(PALETTE, lines, strict=False):
         y = np.array([line.seconds_per_byte(1 / v) for v in x])
-        figure.add_scatter(x=x, y=y, name=line.name, line={"color": colour, "width": 2}, row=1, col=1)
+        figure.add_scatter(x=x, y=y, name=line.name, line={"color": colour, "width": 2, "dash": "solid"}, row=1, col=1)
+        start = int(np.argmax(y > 0.56))
+        figure.add_annotation(x=x[start], y=y[start], text=line.name, showarrow=False, xanchor="left",
+                              yanchor="top" if start else "bottom", xshift=6, yshift=0 if start else 8,
+                              font_color=colour, row=1, col=1)  # fmt: skip
         if line.name in drift:
             figure.add_scatter(x=x, y=y + drift[line.name], name=f"{line.name}, drifted", row=1, col=1,
                                line={"color": colour, "width": 1.5, "dash": "dash"})  # fmt: skip
@@ -224,7 +240,7 @@ def online(trace: Trace, edges: Sequence[float], runs: Mapping[str, Run], spells
         smooth = pd.Series(run.seconds).rolling(5, min_periods=1).median()
         figure.add_scatter(
             x=run.arrivals, y=1e3 * smooth, name=arm, row=2, col=1,
-            line={"color": _ARMS[arm], "width": 2.5 if arm == "full" else 1.5, "dash": _dash(arm)},
+            line={"color": _ARMS[arm], "width": 2.5 if arm == "full" else 1.5, "dash": _ARM_DASHES[arm]},
             customdata=run.profiles, hovertemplate="%{x:.0f} s: %{y:.0f} ms, %{customdata}<extra>" + arm + "</extra>",
         )  # fmt: skip
     for spell in spells:
@@ -248,13 +264,9 @@ def online(trace: Trace, edges: Sequence[float], runs: Mapping[str, Run], spells
     figure.update_xaxes(title_text="seconds", row=2, col=1)
     figure.update_yaxes(title_text="time over the oracle's", rangemode="tozero", row=1, col=2)
     names = [arm.replace(" ", "<br>") for arm in shown.index]
-    figure.update_xaxes(tickvals=list(shown.index), ticktext=names, tickangle=0, tickfont_size=12, row=1, col=2)
+    figure.update_xaxes(tickvals=list(shown.index), ticktext=names, tickangle=0, tickfont_size=11, row=1, col=2)
     figure.update_layout(
         title=title, height=680, margin={"t": 104, "b": 176},
         legend={"orientation": "h", "y": -0.17, "yanchor": "top", "x": 0},
     )  # fmt: skip
     return figure
-
-
-def _dash(arm: str) -> str:
-    return "dot" if arm == "oracle" else "dash" if arm in ("best static", "no compression") else "solid"

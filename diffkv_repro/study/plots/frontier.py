@@ -8,9 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
+from diffkv_repro.study.drawing import LEAST_LOSS, LEGEND_ABOVE, LOSS_AXIS, PALETTE
 
-_FLOOR = 1e-3
 _TIERS = (("high", PALETTE[0]), ("low", PALETTE[5]), ("pruned", "#BBBBBB"))
 
 
@@ -24,10 +23,10 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
     table = points.set_index("method")
     for colour, (label, methods) in zip(PALETTE, curves.items(), strict=False):
         own = table.loc[list(methods)]
-        figure.add_trace(_points(own, label, colour, "lines+markers", "circle"), row=1, col=1)
+        figure.add_trace(_points(own, label, colour, "lines+markers", None), row=1, col=1)
     joined = {method for methods in curves.values() for method in methods}
     others = table[~table.index.isin(joined)]
-    trace = _points(others, "baselines", "#444444", "markers+text", "diamond")
+    trace = _points(others, "baselines", "#444444", "markers+text", "hexagon")
     trace.update(text=list(others.index), textfont={"size": 10})
     figure.add_trace(trace, row=1, col=1)
     seen = {trace.name for trace in figure.data}
@@ -39,8 +38,12 @@ def loss_against_bytes(points: pd.DataFrame, curves: Mapping[str, Sequence[str]]
                 seen.add(trace.name)
     for trace in figure.data:
         if trace.text is not None:
-            trace.textposition = _places(_numbers(trace.x), _numbers(trace.y), trace.text, width=0.65 * len(titles))
-    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+            others = [own for own in figure.data if own.xaxis == trace.xaxis and own is not trace]
+            near = [point for own in others for point in zip(_numbers(own.x), _numbers(own.y), strict=True)]
+            trace.textposition = _places(
+                _numbers(trace.x), _numbers(trace.y), trace.text, width=0.65 * len(titles), near=near
+            )
+    figure.update_yaxes(**LOSS_AXIS)
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(title_text="% of FP16 bytes, metadata included", ticksuffix=" %")
     figure.update_layout(
@@ -56,13 +59,17 @@ def _numbers(values: Sequence[float] | Mapping[str, str]) -> np.ndarray:
     return np.asarray(values, dtype=float)
 
 
-def _places(x: Sequence[float], y: Sequence[float], labels: Sequence[str], *, width: float) -> list[str]:
+def _places(
+    x: Sequence[float], y: Sequence[float], labels: Sequence[str], *, width: float,
+    near: Sequence[tuple[float, float]] = (),
+) -> list[str]:  # fmt: skip
     """Where each label stands beside its point: the first place that no other point or earlier label takes up.
 
-    ``width`` of a letter in percent of bytes; a line is about a tenth of a decade high.
+    ``width`` of a letter in percent of bytes; a line is about a tenth of a decade high. ``near``: unlabelled points.
     """
     heights, taken, places = np.log10(y), [], [""] * len(labels)
-    taken += [(at - 0.6, at + 0.6, height - 0.03, height + 0.03) for at, height in zip(x, heights, strict=True)]
+    points = [*zip(x, heights, strict=True), *((at, np.log10(loss)) for at, loss in near)]
+    taken += [(at - 0.6, at + 0.6, height - 0.03, height + 0.03) for at, height in points]
     for index in np.argsort(x):
         boxes = {}
         length = width * len(labels[index])
@@ -81,8 +88,8 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
-def _points(own: pd.DataFrame, label: str, colour: str, mode: str, symbol: str) -> go.Scatter:
-    means, lows, highs = (own[column].clip(lower=_FLOOR) for column in ("added_nll", "low", "high"))
+def _points(own: pd.DataFrame, label: str, colour: str, mode: str, symbol: str | None) -> go.Scatter:
+    means, lows, highs = (own[column].clip(lower=LEAST_LOSS) for column in ("added_nll", "low", "high"))
     return go.Scatter(
         x=100 * own["true"], y=means, name=label, mode=mode, line={"color": colour, "width": 1.5},
         marker={"color": colour, "size": 8, "symbol": symbol},

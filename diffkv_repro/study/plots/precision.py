@@ -8,9 +8,8 @@ from plotly.subplots import make_subplots
 
 from diffkv_repro.core.accounting import KVBytes
 from diffkv_repro.evaluation.intervals import Interval
-from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
+from diffkv_repro.study.drawing import LEAST_LOSS, LEGEND_ABOVE, LOSS_AXIS, PALETTE
 
-FLOOR = 1e-3  # nats; smaller losses, and gains, are drawn here
 _ITEMS = ("payload", "scales", "scores", "positions")
 _NAMES = {"payload": "codes", "scales": "scales and zero points", "scores": "scores", "positions": "positions"}
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
@@ -54,7 +53,7 @@ def loss_by_precision(
     for column, series in enumerate(panels.values(), start=1):
         for name, losses in series.items():
             means, lows, highs = (
-                [max(getattr(loss, which), FLOOR) for loss in losses.values()] for which in ("mean", "low", "high")
+                [max(getattr(loss, which), LEAST_LOSS) for loss in losses.values()] for which in ("mean", "low", "high")
             )
             figure.add_scatter(
                 x=list(losses), y=means, name=name, legendgroup=name, mode="markers",
@@ -77,7 +76,7 @@ def loss_by_precision(
                 trace.marker = _marker(trace.name, kinds)
                 figure.add_trace(trace, row=1, col=column)
                 seen.add(trace.name)
-    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    figure.update_yaxes(**LOSS_AXIS)
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(tickangle=-45)
     figure.update_layout(

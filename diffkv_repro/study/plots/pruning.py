@@ -6,10 +6,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from diffkv_repro.evaluation.intervals import Interval
-from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
+from diffkv_repro.study.drawing import LEAST_LOSS, LEGEND_ABOVE, LOSS_AXIS, PALETTE
 
 _DASHES = {"dynamic": "solid", "static": "dash", "coverage": "dot"}
-_FLOOR = 1e-3
 
 
 def loss_by_share(
@@ -29,7 +28,7 @@ def loss_by_share(
             )  # fmt: skip
             figure.data[-1].line.dash = _DASHES[arm.split(",")[0]]
     _add_recorded(figure, recorded, len(panels) + 1)
-    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    figure.update_yaxes(**LOSS_AXIS)
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_xaxes(title_text="% of the prompt pruned", ticksuffix=" %")
     figure.update_layout(
@@ -58,7 +57,7 @@ def calibration(
         figure.update_xaxes(title_text=threshold, col=column)
     for note in figure.layout.annotations:
         note.font.size = 13  # three or more panels share the width
-    figure.update_yaxes(type="log", dtick=1, exponentformat="power")
+    figure.update_yaxes(**LOSS_AXIS)
     figure.update_yaxes(title_text="added negative log-likelihood, nats a token", col=1)
     figure.update_layout(
         title="Both thresholds are forgiving over N; over i they cost the first token; with a key bias, keys fail",
@@ -68,7 +67,7 @@ def calibration(
 
 
 def _line(x: Sequence[float], losses: Sequence[Interval], name: str, colour: str, *, log: bool) -> go.Scatter:
-    floor = _FLOOR if log else float("-inf")
+    floor = LEAST_LOSS if log else float("-inf")
     means = [max(loss.mean, floor) for loss in losses]
     return go.Scatter(
         x=x, y=means, name=name, legendgroup=name, mode="lines+markers",

@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 from diffkv_repro.kvserve.history import AskTell
 from diffkv_repro.kvserve.search_facts import Trial
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE, PAPER_COLOUR
+from diffkv_repro.study.grey import SYMBOLS
 
 _GREY = "#999999"
 
@@ -162,7 +163,7 @@ def ablations(trials: Mapping[str, Sequence[Trial]], own: Sequence[str], candida
     until = {name: np.quantile([t.until for t in many], (0.25, 0.5, 0.75)) for name, many in trials.items()}
     for name, many in trials.items():
         low, middle, high = until[name]
-        symbol = "circle" if name in own else "diamond"
+        symbol = SYMBOLS[list(trials).index(name) % len(SYMBOLS)] + ("" if name in own else "-open")
         figure.add_scatter(
             x=[middle], y=[name], mode="markers", showlegend=False,
             marker={"size": 11, "color": colours[name], "symbol": symbol if middle < candidates else "x"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -10,6 +11,7 @@ from diffkv_repro.engine.launch import WorkerResult
 from diffkv_repro.engine.measure.experiments import Arrivals, SteadyState
 from diffkv_repro.engine.measure.steps import StepTiming
 from diffkv_repro.study.drawing import LEGEND_ABOVE, PALETTE
+from diffkv_repro.study.grey import SYMBOLS
 
 _PARTS = (
     ("execution", PALETTE[0]), ("decisions", PALETTE[2]), ("scheduling", PALETTE[5]), ("management", PALETTE[3]),
@@ -79,7 +81,7 @@ def end_to_end(rows: pd.DataFrame, predicted: pd.DataFrame) -> go.Figure:
         rows=1, cols=len(batches), horizontal_spacing=0.07, subplot_titles=[f"{batch} requests" for batch in batches]
     )
     for column, batch in enumerate(batches, start=1):
-        for cache, colour in zip(caches, PALETTE, strict=False):
+        for cache, colour, symbol in zip(caches, PALETTE, SYMBOLS, strict=False):
             for table, dash, suffix in ((rows, "solid", ""), (predicted, "dash", ", by bytes")):
                 own = table[(table["batch"] == batch) & (table["cache"] == cache)].sort_values("length")
                 if len(own):
@@ -87,7 +89,7 @@ def end_to_end(rows: pd.DataFrame, predicted: pd.DataFrame) -> go.Figure:
                         x=own["length"], y=1e3 * own["seconds"], name=cache + suffix, legendgroup=cache + suffix,
                         showlegend=column == 1, mode="lines+markers", row=1, col=column,
                         line={"color": colour, "dash": dash, "width": 1.5},
-                        marker={"symbol": "circle" if dash == "solid" else "circle-open", "size": 7},
+                        marker={"symbol": symbol + ("" if dash == "solid" else "-open"), "size": 7},
                     )  # fmt: skip
     lengths = sorted(both["length"].unique())
     figure.update_xaxes(
@@ -148,7 +150,11 @@ def batch_by_memory(rows: pd.DataFrame) -> go.Figure:
             x=own["model"], y=own["requests"], name=cache, marker_color=colour,
             text=[f"{value:.1f}" for value in own["requests"]], textposition="outside",
         )  # fmt: skip
-    figure.update_yaxes(title_text="requests of the largest length that fit", type="log")
+    most = int(np.ceil(np.log10(rows["requests"].max())))
+    ticks = [digit * 10**power for power in range(most + 1) for digit in (1, 2, 5)]
+    figure.update_yaxes(
+        title_text="requests of full length", type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks]
+    )
     figure.update_layout(
         title="Requests that the memory of the papers' cards holds", barmode="group", height=480, legend=LEGEND_ABOVE,
         margin_t=112,

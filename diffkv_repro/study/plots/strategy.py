@@ -1,5 +1,6 @@
 """Figures of notebook 10: the space of profiles, and the pipeline that a profile is."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -36,9 +37,12 @@ def space(counts: Mapping[str, tuple[int, int | None]], points: pd.DataFrame) ->
         title_text="profiles", type="log", dtick=1, exponentformat="power", range=[-0.2, 4.4], row=1, col=1
     )
     figure.update_xaxes(title_text="compression ratio, everything counted", row=1, col=2)
-    figure.update_yaxes(title_text="perplexity of FP16 over the profile's, %", row=1, col=2)
+    figure.update_yaxes(title_text="FP16's perplexity over its own, %", range=[None, 101], row=1, col=2)
     figure.update_layout(
-        title="More detail, more profiles; few are worth having", height=520, legend=LEGEND_ABOVE, margin_t=128
+        title="More detail, more profiles; few are worth having",
+        height=560,
+        legend=LEGEND_ABOVE,
+        margin={"t": 132, "b": 132},
     )
     return figure
 
@@ -53,7 +57,7 @@ def pipeline(stages: Mapping[str, Sequence[str]], sizes: Mapping[str, float], ex
             type="rect", x0=place + 0.05, x1=place + 0.85, y0=0, y1=1, fillcolor=colour, opacity=0.15,
             line={"color": colour}, row=1, col=1,
         )  # fmt: skip
-        rows = [", ".join(parts[start : start + 2]) for start in range(0, len(parts), 2)]
+        rows = textwrap.wrap(", ".join(parts), 28, break_on_hyphens=False)
         text = f"<b>{stage}</b><br>" + "<br>".join(rows)
         figure.add_annotation(x=place + 0.45, y=0.5, text=text, showarrow=False, font={"size": 13}, row=1, col=1)
         if place:
