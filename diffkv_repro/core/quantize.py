@@ -76,7 +76,8 @@ def affine(grouped: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = extremes(x)
     require_half_range(low, high)
     zero = _half_below(low)
-    step = (high - zero.float()) / (levels - 1)
+    # By a tensor: CUDA multiplies by the reciprocal of a number instead, and a last bit differs from the CPU's.
+    step = (high - zero.float()) / torch.full((), levels - 1, dtype=x.dtype, device=x.device)
     scale = half_above(step)
     # Only two levels over nearly all of FP16's range need a wider step than FP16 holds. The widest one, centred, still
     # brings every value within half a step.

@@ -204,3 +204,12 @@ def test_what_half_precision_cannot_hold_is_refused_by_value(axis, value, named)
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         quantize(torch.zeros(3, 4), **arguments)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("levels", [2, 3, 7, 16, 255, 256])
+def test_a_gpu_gives_the_codes_of_the_cpu(levels):
+    x = torch.randn(64, 333, 128, generator=torch.Generator().manual_seed(levels)).half()
+    here, there = quantize(x, levels), quantize(x.cuda(), levels)
+    for name in ("codes", "scale", "zero"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
