@@ -13,12 +13,9 @@ import torch.multiprocessing as mp
 
 from diffkv_repro.engine.kv_cache import Cache
 from diffkv_repro.engine.llm import LLM
-from diffkv_repro.engine.measure.steps import generation_step
-from diffkv_repro.engine.replay import TierReplay
 from diffkv_repro.engine.request import RequestOutput, SamplingParams
 from diffkv_repro.engine.shards import Shards
 from diffkv_repro.engine.weights import Weights
-from diffkv_repro.models.shapes import ModelShape
 from diffkv_repro.models.zoo import load_model
 
 
@@ -43,27 +40,13 @@ def generate_sharded(
     On GPUs worker i takes device i, and sums go through NCCL; on CPUs through gloo. ``options`` are those of
     :class:`LLM`. Raises what a worker raises.
     """
-    device = device or _device(workers)
-    found = _spread(_answers, workers, device, model, [list(prompt) for prompt in prompts], params, cache, options)
-    return [_result(own) for own in found]
+    asked = [list(prompt) for prompt in prompts]
+    return [_result(own) for own in spread(_answers, workers, device, model, asked, params, cache, options)]
 
 
-def step_sharded(
-    shape: ModelShape, cache: Cache, *, workers: int, batch: int, length: int, repeats: int = 10,
-    replay: Sequence[float] | None = None, device: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What each worker measures of a generation step (see ``bench.generation_step``) with random weights at ``shape``,
-    ``batch`` requests of ``length`` tokens; a policy keeps the shares ``replay`` of the tokens."""
-    device = device or _device(workers)
-    return _spread(_timed, workers, device, shape, cache, batch, length, repeats, replay)
-
-
-def _device(workers: int) -> str:
-    return "cuda" if torch.cuda.device_count() >= workers else "cpu"
-
-
-def _spread(call: Callable[..., dict[str, Any]], workers: int, device: str, *given: Any) -> list[dict[str, Any]]:
+def spread(call: Callable[..., dict[str, Any]], workers: int, device: str | None, *given: Any) -> list[dict[str, Any]]:
     """``call(shards, device, *given)`` in each worker; what they return, in order."""
+    device = device or ("cuda" if torch.cuda.device_count() >= workers else "cpu")
     if workers == 1:
         return [call(Shards(), device, *given)]
     with tempfile.TemporaryDirectory() as folder:
@@ -109,15 +92,3 @@ def _answers(
 def _result(found: dict[str, Any]) -> WorkerResult:
     outputs = [RequestOutput(**own) for own in found["outputs"]]
     return WorkerResult(**found | {"outputs": outputs})
-
-
-def _timed(
-    shards: Shards, device: str, shape: ModelShape, cache: Cache, batch: int, length: int, repeats: int,
-    replay: Sequence[float] | None,
-) -> dict[str, Any]:  # fmt: skip
-    most = length + 2 * repeats + 8
-    dtype = torch.float16 if device.startswith("cuda") else torch.float32
-    weights = Weights.random(shape, max_positions=most, device=device, dtype=dtype, shards=shards)
-    tiers = None if replay is None else TierReplay.even(list(replay), shape.layers, weights.kv_heads, device)
-    llm = LLM(weights, cache, max_requests=batch, max_tokens=most, replay=tiers)
-    return generation_step(llm, batch, length, repeats=repeats).as_dict() | {"rank": shards.rank}

@@ -25,11 +25,9 @@ class TierReplay:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.shares.ndim != 3 or not self.shares.numel():
-            raise ValueError(f"shares are {list(self.shares.shape)}; they must be [layers, kv_heads, tiers]")
-        # Written so that NaN fails both.
-        if not bool((self.shares >= 0).all()) or not bool((self.shares.sum(-1) <= 1 + 1e-5).all()):
-            raise ValueError("shares must be finite, not negative, and of a sum of at most 1")
+        sound = (self.shares >= 0).all() and (self.shares.sum(-1) <= 1 + 1e-5).all()  # NaN is not
+        if self.shares.ndim != 3 or not self.shares.numel() or not bool(sound):
+            raise ValueError("shares must be [layers, kv_heads, tiers], finite, not negative, of a sum of at most 1")
 
     @classmethod
     def even(cls, shares: list[float], layers: int, kv_heads: int, device: torch.device | str, seed: int = 0):
@@ -38,10 +36,7 @@ class TierReplay:
         return cls(table, f"the same {shares} for every head", seed)
 
     def spread(self, layers: int, kv_heads: int, device: torch.device | str) -> "TierReplay":
-        """For another shape: its heads take the recorded heads' shares in turn, so that the spread over heads stays.
-
-        Of the same shape, every head keeps its own.
-        """
+        """For another shape: its heads take the recorded heads' shares in turn, so that the spread over heads stays."""
         if tuple(self.shares.shape[:2]) == (layers, kv_heads):
             return TierReplay(self.shares.to(device), self.source, self.seed)
         flat = self.shares.reshape(-1, self.shares.shape[-1])

@@ -8,7 +8,8 @@ from diffkv_repro.core.precision import Precision
 from diffkv_repro.diffkv import CompressionPolicy
 from diffkv_repro.diffkv.layout import PageLayout
 from diffkv_repro.engine import SamplingParams, Shards, Weights
-from diffkv_repro.engine.launch import generate_sharded, step_sharded
+from diffkv_repro.engine.launch import generate_sharded
+from diffkv_repro.engine.measure.sharded import step_sharded
 from diffkv_repro.models.shapes import ModelShape
 from diffkv_repro.models.zoo import load_model
 
