@@ -1,7 +1,7 @@
 """``diffkv-repro serve``: disaggregated serving in two terminals, and a prefix store."""
 
+import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,9 +239,16 @@ class _Link:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
         if self.with_parent:
-            threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.stop()), daemon=True).start()
+            threading.Thread(target=_at_the_end_of_input, args=(server.stop,), daemon=True).start()
         how = "encrypted" if self.options["keys"] else "NOT encrypted"
         shaped = "" if self.gbps is None else f", shaped to {self.gbps:g} Gbps"
         typer.echo(f"listening on {server.endpoint}, {how}{shaped}")
         server.run()
         typer.echo("stopped")
+
+
+def _at_the_end_of_input(stop) -> None:
+    # Not through sys.stdin: Python aborts where a thread holds its lock while the interpreter ends.
+    while os.read(0, 4096):
+        pass
+    stop()

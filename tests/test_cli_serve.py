@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffkv_repro.cli import app
+from diffkv_repro.kvserve.process import ServerProcess
 
 
 def run(*arguments):
@@ -88,3 +89,11 @@ def test_what_is_interrupted_before_it_serves_says_so(monkeypatch):
     done = run("prefill", *ANYWHERE)
     assert done.exit_code == 130
     assert done.output == "diffkv-repro: interrupted\n"
+
+
+def test_a_server_in_a_process_of_its_own_ends_in_good_order_and_with_its_parent(tmp_path):
+    with ServerProcess(["frames", str(tmp_path / "frames")], keys=None) as server:
+        assert server.stop() == 0, server.said
+    with ServerProcess(["frames", str(tmp_path / "frames")], keys=None) as orphan:
+        orphan.process.stdin.close()  # as the end of its parent does
+        assert orphan.process.wait(timeout=30) == 0
