@@ -39,7 +39,8 @@ class Provenance:
 
     def summary(self) -> str:
         """One line for a figure's foot."""
-        parts = [self.device, self.date[:10], f"commit {self.commit}"]
+        commit = re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}\b", r"\1", self.commit)
+        parts = [self.device, self.date[:10], f"commit {commit}"]
         if self.profile:
             parts.append(f"profile {self.profile}")
         if self.seed is not None:

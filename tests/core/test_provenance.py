@@ -1,7 +1,9 @@
 import subprocess
 from datetime import datetime
 
-from diffkv_repro.core.provenance import capture, commit_of
+import pytest
+
+from diffkv_repro.core.provenance import Provenance, capture, commit_of
 from diffkv_repro.core.timing import peak_memory, time_pairs
 
 
@@ -37,6 +39,12 @@ def test_capture_holds_what_a_reader_needs(tmp_path, monkeypatch):
     assert {"torch", "transformers", "numpy", "diffkv-repro"} <= set(found["versions"])
     assert datetime.fromisoformat(found["date"]).tzinfo is not None
     assert found["device"]
+
+
+@pytest.mark.parametrize(("commit", "shown"), [("0d91828565", "0d91828565"), ("0d91828565+", "0d91828565+"),
+                                               ("0d91828565" * 4, "0d91828565"), ("unknown", "unknown")])  # fmt: skip
+def test_a_foot_shows_a_commit_in_ten_digits(commit, shown):
+    assert f"commit {shown} ·" in Provenance("a GPU", "2026-11-30", commit, "3.12", {}, seed=0).summary()
 
 
 def test_pairs_are_timed_in_turn_after_one_uncounted_pair():
