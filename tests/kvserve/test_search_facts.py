@@ -49,13 +49,13 @@ def made(arm, found, until):
     return [facts.Trial(arm, 0, found, 50, until, (found,))]
 
 
-def test_better_and_dominating():
+def test_within_and_dominating():
     trials = {
         "full": made("full", 0.99, 30), "more": made("more", 1.0, 40), "fewer": made("fewer", 0.9, 20),
         "same": made("same", 0.99, 30), "both": made("both", 1.0, 30),
     }  # fmt: skip
     others = ["more", "fewer", "same", "both"]
-    assert facts.better_than_full(trials, others) == ["more", "fewer", "both"]
+    assert facts.within(trials) == {"full": 1, "more": 1, "fewer": 0, "same": 1, "both": 1}
     assert facts.dominate_full(trials, others) == ["both"]
 
 

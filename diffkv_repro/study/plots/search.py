@@ -191,6 +191,7 @@ def ablations(trials: Mapping[str, Sequence[Trial]], own: Sequence[str], candida
     said = f"{' and '.join(sooner)} {'is' if len(sooner) == 1 else 'are'} sooner" if sooner else "no rival is sooner"
     figure.update_layout(
         title=f"Algorithm 1 is within 1 % after {middles['full']:g} evaluations in the median; {said}",
-        title_font_size=17, height=600, margin_b=190, legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
+        title_font_size=17, height=600, margin_b=190, margin_l=170,
+        legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top"},
     )  # fmt: skip
     return figure
