@@ -113,10 +113,14 @@ def latency_by_rate(served: Mapping[str, Arrivals]) -> go.Figure:
             figure.add_scatter(
                 x=rates, y=values, name=f"{name}, {label}", mode="lines+markers", line={"color": colour, "dash": dash}
             )
-    figure.update_xaxes(title_text="requests a second", type="log")
-    figure.update_yaxes(title_text="milliseconds a generated token, queueing included", type="log")
+    rates = sorted({row.rate for own in served.values() for row in own.served})
+    figure.update_xaxes(title_text="requests a second", type="log", tickvals=rates, ticktext=[f"{r:g}" for r in rates])
+    figure.update_yaxes(title_text="ms a generated token", type="log")
     figure.update_layout(
-        title="Latency under Poisson arrivals, in virtual time", height=480, legend=LEGEND_ABOVE, margin_t=124
+        title="Latency under Poisson arrivals, queueing included, in virtual time",
+        height=480,
+        legend=LEGEND_ABOVE,
+        margin_t=124,
     )
     return figure
 
@@ -131,7 +135,7 @@ def throughput(found: Mapping[str, Mapping[str, SteadyState]]) -> go.Figure:
             figure.add_bar(
                 x=list(found), y=values, name=cache, marker_color=colour, legendgroup=cache, showlegend=column == 1,
                 text=[f"{value:,.{0 if value >= 100 else 1}f}" for value in values], textposition="outside",
-                row=1, col=column,
+                textfont_size=10, row=1, col=column,
             )  # fmt: skip
     figure.update_layout(
         title="A steady state under the papers' memory limits", barmode="group", height=500, legend=LEGEND_ABOVE,
