@@ -2,12 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from diffkv_repro.core.processes import Apart
 from diffkv_repro.core.timing import peak_memory
 from diffkv_repro.kvserve.assets import Assets
 from diffkv_repro.kvserve.frame import Frame
@@ -15,6 +16,8 @@ from diffkv_repro.kvserve.latency import MeasuredProfile
 from diffkv_repro.kvserve.layout import KV, KVLayout
 from diffkv_repro.kvserve.profile import Profile
 from diffkv_repro.kvserve.registry import require_whole
+
+_ANSWER_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,25 @@ def peak_layers(profile: Profile, kv: KV, layout: KVLayout, *, assets: Assets | 
     with peak_memory() as seen:
         sum(map(len, profile.stream(kv.layers, layout, kv.tokens, **parts)))
     return seen.growth * layout.layers / layout.raw_bytes(kv.tokens)
+
+
+def peaks_apart(lines: Sequence[str], kv: KV, layout: KVLayout, times: int) -> dict[str, float]:
+    """:func:`peak_layers` by profile line, of the first layers of ``kv`` said ``times`` over, in a process of its own.
+
+    What a process has allocated and freed before decides which pages it takes anew, up to a third of a layer.
+    """
+    process = Apart(_peaks, tuple(lines), kv, layout, times)
+    try:
+        return dict(process.results(_ANSWER_SECONDS))
+    finally:
+        process.close()
+
+
+def _peaks(lines: Sequence[str], kv: KV, layout: KVLayout, times: int) -> Iterator[tuple[str, float]]:
+    torch.set_num_threads(1)
+    wide, shape = repeated(kv, layout, times)
+    for line in lines:
+        yield line, peak_layers(Profile.parse(line), wide, shape)
 
 
 def repeated(kv: KV, layout: KVLayout, times: int, *, layers: int = 2) -> tuple[KV, KVLayout]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kvserve_helpers import assets_of, kv_of, layout_of
 
+from diffkv_repro.core.processes import ProcessFailed
 from diffkv_repro.kvserve import (
     NAMED,
     SPACES,
@@ -18,7 +19,7 @@ from diffkv_repro.kvserve import (
 )
 from diffkv_repro.kvserve.in_turn import in_turn
 from diffkv_repro.kvserve.layout import KV
-from diffkv_repro.kvserve.measure import peak_layers, repeated
+from diffkv_repro.kvserve.measure import peak_layers, peaks_apart, repeated
 from diffkv_repro.models import load_model
 from diffkv_repro.workloads import load_texts, windows
 
@@ -124,8 +125,10 @@ def test_a_cache_said_over_is_long_enough_to_see_its_memory():
     assert torch.equal(wide.layers[1].key[:, 50:100], kv.layers[1].key)
     sent = Profile.parse("none | uniform K16 V16 | bitpack")
     assert 0 <= peak_layers(sent, wide, shape) <= 2
-    for line in ("hadamard | uniform | bitpack", "hadamard | kivi | bitpack"):
-        assert peak_layers(Profile.parse(line), wide, shape) <= 2
+    lines = ("hadamard | uniform | bitpack", "hadamard | kivi | bitpack")
+    assert all(0 < peak <= 2 for peak in peaks_apart(lines, kv, layout, 4000).values())
+    with pytest.raises(ProcessFailed, match="nothing"):
+        peaks_apart(["nothing | uniform | bitpack"], kv, layout, 1)
 
 
 @pytest.mark.parametrize("quantizer", ["uniform", "uniform K16 V12 token/channel", "kivi"])

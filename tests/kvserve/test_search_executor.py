@@ -143,8 +143,9 @@ def test_ray_is_asked_for_by_name():
             executor("ray", Ruled)
 
 
-def test_ray_on_this_machine(tmp_path):
+def test_ray_on_this_machine(tmp_path, monkeypatch):
     pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # actors have to find the helpers here
     few = REDUCED[:6]
     with executor("ray:2", partial(Ruled, deadly=few[1].digest, remember=str(tmp_path))) as runner:
         assert runner.slots == 2
