@@ -11,6 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from diffkv_repro.kvserve.keys import Keys, secure_client
 from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, Refused, require_address
 from diffkv_repro.kvserve.messages import MOST_HEADER, Message, MessageError, pack, unpack
+from diffkv_repro.kvserve.sockets import Sockets
 
 _MOST_MESSAGE = 1 << 21
 
@@ -24,9 +25,8 @@ class Connection:
     def __init__(self, *, keys: Keys | None, endpoint: str = LOOPBACK, settings: LinkSettings | None = None) -> None:
         require_address(endpoint)
         self.endpoint, self.settings = endpoint, settings or LinkSettings()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._sockets = Sockets(self)
+        self._socket = self._sockets.open(zmq.DEALER)
         self._socket.immediate = True  # nothing waits for a server that is not there
         self._socket.maxmsgsize = _MOST_MESSAGE + MOST_HEADER
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
@@ -36,6 +36,7 @@ class Connection:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
         )  # fmt: skip
+        self._sockets.keep(self._monitor)
         self._connected = False
         self._problem = "no server answers there"
         try:
@@ -46,11 +47,7 @@ class Connection:
 
     def close(self) -> None:
         """Let the connection go."""
-        with suppress(zmq.ZMQError):
-            self._socket.disable_monitor()
-        self._monitor.close(linger=0)  # an open one would keep the context from ending
-        self._socket.close(linger=0)
-        self._context.term()
+        self._sockets.close()
 
     def __enter__(self) -> Self:
         return self

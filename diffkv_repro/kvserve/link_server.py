@@ -16,6 +16,7 @@ from diffkv_repro.kvserve.link import LOOPBACK, LinkError, LinkSettings, require
 from diffkv_repro.kvserve.link_transfers import Transfer
 from diffkv_repro.kvserve.messages import MOST_HEADER, MOST_TOKENS, OPENING, Message, MessageError, pack, unpack
 from diffkv_repro.kvserve.shaper import Shaper
+from diffkv_repro.kvserve.sockets import Sockets
 from diffkv_repro.kvserve.terms import Refusal
 
 log = logging.getLogger(__name__)
@@ -63,22 +64,21 @@ class LinkServer(ABC):
         self.settings, self.shaper = settings or LinkSettings(), shaper or Shaper()
         self._transfers: dict[tuple[bytes, str], Transfer] = {}
         self._stop = threading.Event()
-        self._context = zmq.Context()
-        self._authenticator = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
+        self._sockets = Sockets(self)
+        self._socket = self._sockets.open(zmq.ROUTER)
         self._socket.router_mandatory = True
         self._socket.sndhwm = 0  # credits bound what is under way
         self._socket.maxmsgsize = MOST_HEADER + 4 * MOST_TOKENS
         try:
             if keys is not None:
-                self._authenticator = ThreadAuthenticator(self._context)
-                self._authenticator.start()
-                self._authenticator.configure_curve(domain="*", location=str(keys.clients))
+                authenticator = ThreadAuthenticator(self._sockets.context)
+                authenticator.start()
+                self._sockets.keep(authenticator)
+                authenticator.configure_curve(domain="*", location=str(keys.clients))
                 secure_server(self._socket, keys)
             _bind(self._socket, endpoint)
         except (LinkError, zmq.ZMQError):
-            self._shut()
+            self._sockets.close()
             raise
         self.endpoint = self._socket.last_endpoint.decode()
 
@@ -100,7 +100,7 @@ class LinkServer(ABC):
             with self.at_work():
                 self._serve()
         finally:
-            self._shut()
+            self._sockets.close()
 
     def _serve(self) -> None:
         try:
@@ -129,12 +129,6 @@ class LinkServer(ABC):
             return True
         self._drop(transfer, "the client is gone")
         return False
-
-    def _shut(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._socket.close(linger=0)
-        self._context.term()
 
     def _advance(self) -> int:
         """Say what may be said now; milliseconds until there may be more."""

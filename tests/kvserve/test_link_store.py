@@ -310,7 +310,7 @@ def test_whatever_happens_to_the_store_costs_an_engine_a_prefill_and_one_line(en
         assert (loaded, consumer.recomputed) == ((144, len(PROMPT)) if harm == "truncated" else (0, 0))
         assert time.monotonic() - began < 2 * BOUND
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        words = {"truncated": "truncated", "killed": "no server answers", "stranger": "server's key the right one"}
+        words = {"truncated": "truncated", "killed": "the store is away", "stranger": "server's key the right one"}
         assert sum(words[harm] in line and "not asked again" not in line for line in said) == 1
         if harm == "truncated":
             assert "frame" in running.said[-1], "the store says that it was damaged"
