@@ -86,9 +86,12 @@ def _nearest(done, profiles) -> str:
     return f"the highest of those tried is {best.quality:.4f}, {profiles[best.index]}"
 
 
+_LINES = 10.0  # seconds from one line to the next where no terminal keeps a line up to date
+
+
 @contextmanager
 def _live():
-    """Two callbacks that keep one line on stderr up to date: ratios measured, then iterations."""
+    """Two callbacks that keep one line on stderr up to date, or write some to a file: ratios measured, iterations."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -103,18 +106,25 @@ def _live():
         seconds = (now - begun) / (done - before) * (most - done)
         return f"at most {int(seconds // 60)}:{int(seconds % 60):02d} left"
 
-    with Live(Text("loading"), console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
+    console, said = Console(stderr=True), -_LINES
+    with Live(Text("loading"), console=console, refresh_per_second=4, transient=True) as live:
+
+        def show(text: str) -> None:
+            nonlocal said
+            if console.is_terminal:
+                live.update(Text(text))
+            elif time.monotonic() - said >= _LINES:
+                said = time.monotonic()
+                console.print(text, highlight=False, soft_wrap=True)
 
         def ratios(done: int, total: int) -> None:
-            live.update(Text(f"ratios measured: {done} of {total}, {left('ratios', done, total)}"))
+            show(f"ratios measured: {done} of {total}, {left('ratios', done, total)}")
 
         def progress(at) -> None:
             best = f"{at.best:.3f}" if at.best else "none yet"
-            live.update(
-                Text(
-                    f"iteration {at.iteration} of {at.budget}, best feasible ratio {best}, {at.remaining} candidates "
-                    f"remain, {left('search', at.iteration, at.budget)}"
-                )
+            show(
+                f"iteration {at.iteration} of {at.budget}, best feasible ratio {best}, {at.remaining} candidates "
+                f"remain, {left('search', at.iteration, at.budget)}"
             )
 
         yield ratios, progress

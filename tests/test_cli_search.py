@@ -33,6 +33,7 @@ def test_a_folder_of_texts_is_searched_and_gone_on_with(tmp_path, texts):
     first = run(*command)
     assert first.exit_code == 0, first.output
     assert "of 144 candidates evaluated" in first.output
+    assert "ratios measured: " in first.output, "a log of a run without a terminal shows that it goes on"
     found = json.loads((out / "search.json").read_text())
     assert found["evaluations"] == len(found["steps"]) <= 4
     assert found["provenance"]["config"]["sources"] == [str(texts)]
