@@ -1,18 +1,13 @@
 """Operations on a paged cache: Triton kernels on a GPU (or in Triton's interpreter), their torch twins elsewhere."""
 
-import os
 from typing import Literal
 
 from torch import Tensor
 
 from diffkv_repro.attention_stats.significance import Significance
+from diffkv_repro.core.dispatch import uses_triton
 from diffkv_repro.diffkv import reference, reference_attention, reference_step
 from diffkv_repro.diffkv.paged_view import KeyBias, PagedRule, PagedView
-
-
-def uses_triton(tensor: Tensor) -> bool:
-    """Whether an operation on ``tensor`` runs as a Triton kernel."""
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def partition(tiers: Tensor, n_tiers: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkv_repro.diffkv.paged_ops import uses_triton
+from diffkv_repro.core.dispatch import uses_triton
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,9 @@ def compare(
         raise ValueError(f"two methods have the same label: {', '.join(sorted(labels))}")
     if batch is None:
         counts = [len(found) for found in windows.values()]
+        whole = len(wanted) * sum(own.input_ids.numel() for found in windows.values() for own in found)
         cpu = loaded.device.type == "cpu"
-        batch = fair_batch(counts, workers or usual_workers(loaded), _MOST_ON_CPU) if cpu else _MOST_ON_CUDA
+        batch = fair_batch(counts, workers or usual_workers(loaded, whole), _MOST_ON_CPU) if cpu else _MOST_ON_CUDA
     groups = [(kind, own) for kind, found in windows.items() for own in _split(found, batch)]
     paths = {
         (index, method.label): Path(folder) / f"{_key(loaded, group, method, prompt_tokens, storage)}.json"

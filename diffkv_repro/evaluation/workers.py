@@ -33,8 +33,8 @@ def shared(
     and four on CUDA, where one process cannot launch kernels as fast as the device ends them. Where there is too little
     to do, or the model is not on disk, all is done in this process. An error ends the jobs that have not begun.
     """
-    count = min(workers or usual_workers(loaded), len(jobs))
-    if count <= 1 or loaded.source is None or tokens < _WORTH_WORKERS:
+    count = min(workers or usual_workers(loaded, tokens), len(jobs))
+    if count <= 1 or _too_little(loaded, tokens):
         for job in jobs:
             yield job, function(loaded, job)
         return
@@ -49,9 +49,16 @@ def shared(
         pool.shutdown(cancel_futures=True)
 
 
-def usual_workers(loaded: LoadedModel) -> int:
-    """How many processes :func:`shared` takes where nobody says: the cores of a CPU, four on CUDA."""
+def usual_workers(loaded: LoadedModel, tokens: int) -> int:
+    """How many processes :func:`shared` takes where nobody says: the cores of a CPU, four on CUDA; one, where there is
+    too little to do."""
+    if _too_little(loaded, tokens):
+        return 1
     return len(os.sched_getaffinity(0)) if loaded.device.type == "cpu" else _ON_CUDA
+
+
+def _too_little(loaded: LoadedModel, tokens: int) -> bool:
+    return loaded.source is None or tokens < _WORTH_WORKERS
 
 
 def _start_worker(source: str, dtype: str, device: str, parent: int) -> None:

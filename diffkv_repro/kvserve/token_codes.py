@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from diffkv_repro.core.dispatch import uses_triton
 from diffkv_repro.core.quantize import Quantized, dequantize, quantize
-from diffkv_repro.diffkv.paged_ops import uses_triton
 
 
 def quantize_tokens(x: Tensor, levels: int, *, group: int | None = None) -> Quantized:
