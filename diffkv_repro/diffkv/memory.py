@@ -222,6 +222,10 @@ class PagedMemory:
             raise RuntimeError(f"an operation on the device was left undone: {undone}")
         return count
 
+    def pages_in_use(self) -> int:
+        """Pages that are not free, by the device's count, which waits for it."""
+        return len(self.free) - self.synchronize_counts()
+
     def kv_bytes(self, slots: Sequence[int] | None = None, *, tokens: Sequence[int] | None = None) -> KVBytes:
         """Bytes of requests, by default all: their pages, and their share of tables and counts; waits for the device.
 

@@ -83,7 +83,7 @@ def _answers(
     memory, last, held = llm.cache.memory, {}, []
     for output in llm.stream(prompts, params):
         last[output.number] = output
-        held.append(len(memory.free) - memory.synchronize_counts())
+        held.append(memory.pages_in_use())
     ended = (last[number] for number in sorted(last))
     outputs = [replace(own, tokens=list(own.tokens), token_times=list(own.token_times)) for own in ended]
     return asdict(WorkerResult(shards.rank, outputs, llm.cache.kv_heads, held, memory.layouts[0].page_bytes))

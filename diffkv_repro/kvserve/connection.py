@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, Self
 
@@ -100,7 +101,7 @@ class Connection:
         return bool(self._socket.poll(0))
 
 
-class Exchange:
+class Exchange(ABC):
     """One request under way: says that it is there, hears, acknowledges, and gives up a server that is silent."""
 
     milliseconds = 20
@@ -108,19 +109,19 @@ class Exchange:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.started, self.id = connection, time.monotonic(), uuid.uuid4().hex
 
+    @abstractmethod
     def take(self, message: Message) -> None:
         """Take in a message of this request. Raises LinkError for one that is out of turn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finished(self) -> bool:
         """Whether there is no more to come; called after each message, and between them."""
-        raise NotImplementedError
 
     def acknowledged(self) -> tuple[int, int]:
         """Bytes received, and used up."""
         return 0, 0
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 (most have nothing to say in between)
         """Say what may be said now."""
 
     def say(self, kind: str, body: Any = b"", **fields: Any) -> None:

@@ -2,8 +2,8 @@
 
 A prompt is known by its content: :func:`prompt_keys` names the frame of each of its beginnings by a digest of model and
 tokens, so that no router has to tell one instance what another one stored. :class:`FrameStore` is all that an instance
-asks of a place; :class:`FolderStore` is a folder that they share, ``LinkStore`` is one
-behind the link; :func:`open_store` opens either.
+asks of a place; :class:`FolderStore` is a folder that they share, ``LinkStore`` is one behind the link;
+:func:`open_store` opens either.
 """
 
 import hashlib

@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ class Say(Protocol):
     def __call__(self, transfer: "Transfer", kind: str, body: Any = b"", **fields: Any) -> bool: ...
 
 
-class Transfer:
+class Transfer(ABC):
     """One request of one client, in the hands of the socket's thread.
 
     ``refused`` and ``complete`` may be set by any thread: the client is told the first, and neither is kept longer.
@@ -35,11 +36,11 @@ class Transfer:
         if message.kind != "credit":  # which is also how a client says that it is there
             raise LinkError(f"{message.kind} was said out of turn")
 
+    @abstractmethod
     def advance(self, say: Say, shaper: Shaper) -> float:
         """Say what may be said now; seconds until there may be more, inf where only a message helps."""
-        raise NotImplementedError
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str) -> None:  # noqa: B027 (nothing to tidy up, for most)
         """The request was given up."""
 
 
@@ -51,13 +52,13 @@ class Sending(Transfer):
         self.out = out
         self.announced = self.ended = False
 
+    @abstractmethod
     def announcement(self) -> tuple[str, Mapping[str, Any]] | None:
         """The message before the first chunk, None while it is not known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ending(self) -> Mapping[str, float]:
         """Seconds that are told with the last chunk: ``prefill``, ``encode`` and ``queue``."""
-        raise NotImplementedError
 
     def hear(self, message: Message, now: float) -> None:
         if message.kind == "credit":

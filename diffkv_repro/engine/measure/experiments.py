@@ -164,7 +164,6 @@ def throughput(
     weights, found = setup.weights(prompt + generated), {}
     steps = max(int(lifetimes * generated), 4)
     for name, (cache, own) in arms.items():
-        _collect()  # the arm before is gone, its graphs and pool too, before the peak of this one begins
         _reset_peak(setup.device)
         llm = own.engine(
             weights, cache, max_requests=max_requests, max_tokens=prompt + generated, pool_bytes=pool_bytes
@@ -177,7 +176,7 @@ def throughput(
             )
         found[name] = SteadyState(state, costs, peak, accounted, own.source if cache is POLICY else "")
         del llm
-        _collect()
+        _collect()  # graphs and pool of this arm are gone before the peak of the next one begins
     return found
 
 

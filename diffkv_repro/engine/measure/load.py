@@ -90,8 +90,7 @@ def steady_state(
 
 def _bytes_per_token(llm: LLM) -> float:
     memory, running = llm.cache.memory, llm.scheduler.running
-    used = len(memory.free) - memory.synchronize_counts()  # the list has all pages, the count those that are free
-    return used * memory.layouts[0].page_bytes / max(sum(len(own.tokens) for own in running), 1)
+    return memory.pages_in_use() * memory.layouts[0].page_bytes / max(sum(len(own.tokens) for own in running), 1)
 
 
 @dataclass(frozen=True)
